@@ -1,0 +1,63 @@
+"""A prepared dataset, opened for training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, disable_progress_bars, load_from_disk
+from numpy.typing import NDArray
+
+from dflash_data.prepare import Ledger, read_ledger
+from dflash_model.errors import UserError
+
+
+@dataclass(frozen=True)
+class Documents:
+    """One split: documents by index, their lengths up front."""
+
+    rows: Dataset
+    lengths: NDArray[np.int64]
+    supervised: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids and loss mask of one document."""
+        row = self.rows[index]
+        return np.asarray(row["input_ids"], dtype=np.int32), np.asarray(row["loss_mask"], dtype=np.bool_)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Both splits and their ledger."""
+
+    train: Documents
+    heldout: Documents
+    ledger: Ledger
+
+
+def open_prepared(folder: Path, seq_len: int) -> PreparedData:
+    """Open what ``tools/prepare.py`` wrote.
+
+    Raises:
+        UserError: there is nothing there, it is empty, or a document is longer than a row.
+    """
+    ledger = read_ledger(folder)
+    if ledger is None:
+        raise UserError(f"data.path is {folder}; there is no prepared dataset there (make one: python tools/prepare.py config=… data.path={folder} data.sources=…)")
+    disable_progress_bars()
+    train, heldout = (_open(folder / split) for split in ("train", "heldout"))
+    if not len(train):
+        raise UserError(f"data.path is {folder}; its training split has no rows")
+    longest = int(max(split.lengths.max(initial=0) for split in (train, heldout)))
+    if longest > seq_len:
+        raise UserError(f"data.seq_len is {seq_len}; the dataset at {folder} was prepared with documents of up to {longest} tokens: prepare it again with data.seq_len={seq_len}")
+    return PreparedData(train, heldout, ledger)
+
+
+def _open(folder: Path) -> Documents:
+    rows = load_from_disk(str(folder))
+    assert isinstance(rows, Dataset)
+    columns = {name: rows.data.column(name).to_numpy() for name in ("length", "supervised")}
+    return Documents(rows.with_format("numpy"), columns["length"].astype(np.int64), columns["supervised"].astype(np.int64))

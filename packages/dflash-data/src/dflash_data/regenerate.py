@@ -1,0 +1,98 @@
+"""Replace the responses of conversations by the target's own greedy output.
+
+A drafter learns what the target would say, so it is trained on text the target itself produced; published drafters
+are trained this way (paper, appendix A.1). The last assistant turn is generated from everything before it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+
+
+def prompt_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation up to the turn that is to be generated."""
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
+@torch.inference_mode()
+def greedy_responses(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """Decode one batch greedily; each response ends with its stop token unless it reached the limit."""
+    width = max(map(len, prompts))
+    stop_ids = stop_token_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad,
+        eos_token_id=stop_ids,
+    )  # fmt: skip
+    responses = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))
+        responses.append(row[:end])
+    return responses
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a turn: the tokenizer's and the generation config's."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    many = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [*many, tokenizer.eos_token_id] if token is not None})
+
+
+def regenerate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
+    *,
+    target_name: str,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Iterator[tuple[Row, Row | None]]:
+    """Yield ``(row, regenerated row)``; None where the response does not survive decoding and encoding.
+
+    Such a response cannot be stored as text without changing its tokens, so the caller counts and drops it. A row
+    that reached ``max_new_tokens`` says ``finish_reason: length``: the target did not end that turn.
+    """
+    batch: list[Row] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == batch_size:
+            yield from _one_batch(model, tokenizer, batch, target_name, max_new_tokens)
+            batch = []
+    if batch:
+        yield from _one_batch(model, tokenizer, batch, target_name, max_new_tokens)
+
+
+def _one_batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Row], target_name: str, max_new_tokens: int
+) -> Iterator[tuple[Row, Row | None]]:
+    conversations = [prompt_of(row["messages"]) for row in batch]
+    prompts = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        for messages in conversations
+    ]
+    stops = set(stop_token_ids(model, tokenizer))
+    responses = greedy_responses(model, tokenizer, prompts, max_new_tokens)
+    for row, messages, response in zip(batch, conversations, responses, strict=True):
+        stopped = response[-1] in stops
+        body = response[:-1] if stopped else response
+        text = tokenizer.decode(body)
+        if not body or tokenizer.encode(text, add_special_tokens=False) != body:
+            yield row, None
+            continue
+        yield (
+            row,
+            {
+                **row,
+                "messages": [*messages, {"role": "assistant", "content": text}],
+                "finish_reason": "stop" if stopped else "length",
+                "generated_by": target_name,
+            },
+        )

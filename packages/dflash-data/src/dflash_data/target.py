@@ -1,0 +1,244 @@
+"""The frozen target: what it is, its sharded forward with taps, and the ends that drafter ranks need.
+
+Legend: S tokens of the row, E = taps * target width, V vocabulary.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+
+from dflash_data.packs import TokenPack
+from dflash_data.weights import TargetFiles, load_module
+from dflash_model.errors import UserError
+from dflash_model.taps import HiddenTaps, decoder_of, text_config
+
+# Multipliers and caps between hidden state and logits; the loss would have to apply them, and does not yet.
+UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """A target before anything is allocated.
+
+    Attributes:
+        config: transformers configuration of the language model.
+        folder: where its weights and tokenizer are; None for a target of random weights described inline.
+    """
+
+    config: PretrainedConfig
+    folder: Path | None
+
+    @property
+    def name(self) -> str:
+        """The folder's name, as datasets record who generated their responses."""
+        return self.folder.name if self.folder is not None else "inline"
+
+    def build_meta(self, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
+        """The causal language model on the meta device, cut after ``num_layers`` layers.
+
+        Raises:
+            UserError: the logits need something that the loss cannot do.
+        """
+        for key in UNSUPPORTED_LOGITS:
+            if getattr(self.config, key, None) not in (None, 1.0):
+                raise UserError(f"the target's config has {key} = {getattr(self.config, key)}; such targets are not supported yet")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="sdpa")
+        model.eval().requires_grad_(False)
+        if num_layers is not None:
+            decoder = decoder_of(model)
+            decoder.layers = decoder.layers[:num_layers]
+            decoder.norm = nn.Identity()  # taps are read before it
+        return model
+
+
+def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
+    """Find a target by hub name or folder, or describe one inline.
+
+    With both, the inline description must agree with the checkpoint's configuration.
+
+    Raises:
+        UserError: neither given, not found, not a known architecture, or the two disagree.
+    """
+    described = _inline_config(inline) if inline is not None else None
+    if path is None:
+        if described is None:
+            raise UserError("target.path is missing; it takes a hub name (Qwen/Qwen3-8B) or a folder")
+        return TargetModel(described, None)
+    folder = _local_folder(path)
+    try:
+        config = text_config(AutoConfig.from_pretrained(folder))
+    except ValueError as error:
+        raise UserError(f"target.path is {path}; transformers cannot read its config.json: {error}") from error
+    if described is not None:
+        for key in inline or {}:
+            if getattr(config, key, None) != getattr(described, key):
+                raise UserError(f"target.config.{key} is {getattr(described, key)}; the config at target.path ({path}) has {getattr(config, key, None)}")
+    return TargetModel(config, folder)
+
+
+def _inline_config(inline: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return text_config(AutoConfig.for_model(**inline))
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"target.config does not describe a model that transformers knows: {error}") from error
+
+
+def _local_folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"target.path is {path}; there is no config.json in that folder")
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"target.path is {path}; there is no such folder")
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"target.path is {path}; there is no such folder, and the hub did not provide it ({type(error).__name__})") from error
+
+
+def write_random_target(config: PretrainedConfig, folder: Path, seed: int) -> None:
+    """Give an inline target random weights, on disk, so that it is loaded like any other.
+
+    The folder appears complete or not at all.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    work = folder.with_name(folder.name + ".partial")
+    model.save_pretrained(work)
+    work.rename(folder)
+
+
+class PerDocument:
+    """Runs a recurrent mixer document by document.
+
+    Inside a packed row, transformers' gated delta net would carry its convolution and its state from one document
+    into the next; attention layers are kept apart by their restarting positions and need nothing.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self._forward = forward
+        self.lengths: list[int] = []
+
+    def __call__(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        """Apply the mixer to each document of ``[1, S, width]``."""
+        parts = hidden_states.split(self.lengths, dim=1)
+        return torch.cat([self._forward(hidden_states=part, **kwargs) for part in parts], dim=1)
+
+
+class ShardedTarget:
+    """The target up to its last tapped layer, sharded over a mesh; maps a token pack to context features.
+
+    Every rank of the mesh must call it the same number of times: each layer gathers its weights from all of them.
+    """
+
+    def __init__(
+        self, target: TargetModel, layer_ids: tuple[int, ...], *, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool
+    ) -> None:
+        assert target.folder is not None
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        model = target.build_meta(dtype, max(layer_ids) + 1)
+        decoder = decoder_of(model)
+        if mesh.size() > 1:  # on one rank sharding would only copy weights
+            for layer in decoder.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(decoder, mesh=mesh, reshard_after_forward=reshard)
+        files = TargetFiles.find(target.folder)
+        load_module(model, decoder, files.prefix, files, self.device)
+        self._decoder = decoder
+        self._taps = HiddenTaps(decoder.layers, layer_ids)
+        self._per_document = [
+            _run_per_document(layer.linear_attn)
+            for layer, kind in zip(decoder.layers, getattr(target.config, "layer_types", None) or [], strict=False)
+            if kind == "linear_attention"
+        ]
+
+    @torch.no_grad()
+    def __call__(self, pack: TokenPack) -> Tensor:
+        """Context features ``[S, E]`` of one pack.
+
+        Documents do not see each other: positions restart, there is no attention mask and no cache (any of these two
+        would make transformers attend across documents).
+        """
+        for mixer in self._per_document:
+            mixer.lengths = pack.document_lengths()
+        ids = pack.input_ids_S.to(self.device, torch.long)[None]
+        positions = pack.position_S.to(self.device, torch.long)[None]
+        self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        return self._taps.take()[0]
+
+
+def _run_per_document(mixer: nn.Module) -> PerDocument:
+    wrapped = PerDocument(mixer.forward)
+    mixer.forward = wrapped  # type: ignore[method-assign]
+    return wrapped
+
+
+@dataclass(frozen=True)
+class FrozenEnds:
+    """The target's embedding and head on a drafter rank.
+
+    Attributes:
+        embed: the target's own embedding module (some scale their rows).
+        head_VD: the output matrix; the embedding's own tensor where the two are tied.
+    """
+
+    embed: nn.Module
+    head_VD: Tensor
+
+    @classmethod
+    def load(cls, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> "FrozenEnds":
+        """Read both from the target's files."""
+        assert target.folder is not None
+        model = target.build_meta(dtype)
+        embed = model.get_input_embeddings()
+        assert isinstance(embed, nn.Module)
+        files = TargetFiles.find(target.folder)
+        load_module(model, embed, files.prefix + "embed_tokens.", files, device)
+        name = files.head_name()
+        if name is None:
+            if not target.config.tie_word_embeddings:
+                raise UserError(f"target.path is {target.folder}; it has no lm_head.weight and its config does not tie it to the embedding")
+            return cls(embed, embed.weight.data)  # type: ignore[arg-type]
+        head_VD = torch.empty(target.config.vocab_size, target.config.hidden_size, dtype=dtype, device=device)
+        files.read_into({name: head_VD})
+        return cls(embed, head_VD)
+
+
+def resolve_mask_token_id(explicit: int | None, target: TargetModel, tokenizer_json: Path | None) -> int:
+    """The id whose frozen embedding stands for "to be drafted".
+
+    Order: the explicit id; the first embedding row above the tokenizer's last id; a special token named reserved,
+    unused or mask. Never the padding or end token.
+
+    Raises:
+        UserError: none of these exists.
+    """
+    vocab = target.config.vocab_size
+    if explicit is not None:
+        return explicit
+    if tokenizer_json is not None and tokenizer_json.is_file():
+        raw = json.loads(tokenizer_json.read_text())
+        added = {token["id"]: token["content"] for token in raw.get("added_tokens", [])}
+        last = max([*raw["model"]["vocab"].values(), *added]) if isinstance(raw["model"]["vocab"], dict) else vocab
+        if last + 1 < vocab:
+            return last + 1
+        for token_id, content in sorted(added.items()):
+            if any(word in content.lower() for word in ("reserved", "unused", "mask")):
+                return token_id
+    raise UserError(
+        "drafter.mask_token_id is not set and the target has no spare embedding row and no reserved token; set it to a"
+        f" token that text never uses (0 to {vocab - 1}, not the padding or end token)"
+    )

@@ -1,0 +1,110 @@
+"""Target weights straight from safetensors, shard by shard.
+
+Every rank reads only the slices that it keeps, from memory-mapped files: no host copy of the model, no communication.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from dflash_model.errors import UserError
+
+FLOATS = {"BF16", "F16", "F32", "F64"}
+ANCHOR_KEY = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """Where each tensor of a checkpoint lies.
+
+    Attributes:
+        folder: the checkpoint.
+        file_of: file by tensor name.
+        prefix: what stands before ``embed_tokens.weight`` and ``layers.…``: ``model.``, ``model.language_model.`` …
+    """
+
+    folder: Path
+    file_of: dict[str, Path]
+    prefix: str
+
+    @classmethod
+    def find(cls, folder: Path) -> "TargetFiles":
+        """Index a folder.
+
+        Raises:
+            UserError: no safetensors, or no language model in them.
+        """
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        else:
+            file_of = {}
+            for path in sorted(folder.glob("*.safetensors")):
+                with safe_open(path, framework="pt") as file:
+                    file_of.update(dict.fromkeys(file.keys(), path))
+        if not file_of:
+            raise UserError(f"target.path is {folder}; there are no .safetensors files in it")
+        prefixes = sorted((name.removesuffix(ANCHOR_KEY) for name in file_of if name.endswith(ANCHOR_KEY)), key=len)
+        if not prefixes:
+            raise UserError(f"target.path is {folder}; no tensor ends in {ANCHOR_KEY}; the file holds {', '.join(sorted(file_of)[:5])} …")
+        return cls(folder, file_of, prefixes[0])
+
+    def head_name(self) -> str | None:
+        """The output head's tensor, or None where it is tied to the embedding and not stored."""
+        return next((name for name in self.file_of if name.endswith("lm_head.weight")), None)
+
+    def read_into(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors, sharded or not, by checkpoint name.
+
+        Raises:
+            UserError: a tensor is missing, has another shape, or is not stored as a float.
+        """
+        for path in sorted({self._file(name) for name in tensors}):
+            with safe_open(path, framework="pt") as file:
+                for name, tensor in tensors.items():
+                    if self.file_of[name] == path:
+                        _copy_slice(file.get_slice(name), name, tensor)
+
+    def _file(self, name: str) -> Path:
+        if name not in self.file_of:
+            raise UserError(f"target.path is {self.folder}; it has no tensor {name} (it holds {len(self.file_of)}, such as {', '.join(sorted(self.file_of)[:3])})")
+        return self.file_of[name]
+
+
+def _copy_slice(stored, name: str, tensor: Tensor) -> None:  # noqa: ANN001 - safetensors' slice type is not public
+    if stored.get_dtype() not in FLOATS:
+        raise UserError(f"the target's {name} is stored as {stored.get_dtype()}; quantized targets are not supported, only {sorted(FLOATS)}")
+    if list(tensor.shape) != stored.get_shape():
+        raise UserError(f"the target's {name} has shape {stored.get_shape()}; its config describes {list(tensor.shape)}")
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = tensor.to_local()
+        if local.numel():
+            local.copy_(stored[offset[0] : offset[0] + shape[0]])
+    else:
+        tensor.copy_(stored[:])
+
+
+def rebuild_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+    """Compute the buffers that no checkpoint holds (rotary tables, embedding scales) after ``to_empty``.
+
+    transformers does it in the same function that draws initial weights, so call this before loading.
+    """
+    for child in module.modules():
+        if child._non_persistent_buffers_set:
+            model._init_weights(child)
+
+
+def load_module(model: PreTrainedModel, module: nn.Module, prefix: str, files: TargetFiles, device: torch.device) -> None:
+    """Allocate ``module`` (built on meta, sharded or not), rebuild its buffers and read its weights."""
+    module.to_empty(device=device)
+    with torch.no_grad():
+        rebuild_buffers(model, module)
+        files.read_into({prefix + name: parameter.data for name, parameter in module.state_dict().items()})

@@ -1,0 +1,27 @@
+"""DFlash drafters: the model, its attention mask, loading, saving and drafting.
+
+    import dflash_model
+    drafter = dflash_model.load_drafter("runs/demo/checkpoints/step-300/dflash", dtype=torch.float32)
+    out = dflash_model.generate(drafter, target, prompt_ids, max_new_tokens=128, stop_token_ids=[eos])
+"""
+
+from dflash_model.cache import DraftCache
+from dflash_model.config import DrafterConfig, default_target_layer_ids
+from dflash_model.drafter import Drafter, DraftInputs
+from dflash_model.errors import UserError
+from dflash_model.generate import Generation, generate
+from dflash_model.hub import load_drafter, read_config, save_drafter
+
+__all__ = [
+    "DraftCache",
+    "DraftInputs",
+    "Drafter",
+    "DrafterConfig",
+    "Generation",
+    "UserError",
+    "default_target_layer_ids",
+    "generate",
+    "load_drafter",
+    "read_config",
+    "save_drafter",
+]

@@ -1,0 +1,197 @@
+"""What a drafter is: sizes, tapped target layers, block size, attention layout.
+
+The JSON form is the layout that z-lab's reference package, SGLang and vLLM read (``config.json`` beside
+``model.safetensors``); its keys are listed in ``DrafterConfig.to_dict``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_model.errors import UserError
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Spread ``num_taps`` taps over the target, skipping its first and its last few layers.
+
+    Ids are 0-based decoder layers whose *output* residual stream is read.
+
+    Source: z-lab dflash 0.1.0, ``build_target_layer_ids``; Python's round (half to even) is part of it.
+    """
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Everything that decides a drafter's parameters and attention.
+
+    Attributes:
+        hidden_size: drafter width D. Equals the target's, because its embedding and head are borrowed.
+        target_layer_ids: tapped layers, 0-based, output of that layer; their concatenation has E entries.
+        block_size: K, the anchor included: a block proposes K - 1 tokens.
+        mask_token_id: vocabulary id whose frozen embedding stands in slots 1..K-1.
+        layer_types: one of ``full_attention`` (bidirectional in the block) or ``sliding_attention``
+            (causal in the block, ``sliding_window`` tokens back, the query itself included) per layer.
+        is_causal: overrides the in-block rule of *all* layers; absent for DFlash.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a drafter.
+
+        Raises:
+            UserError: one sentence with the key, its value and what is allowed.
+        """
+        for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, key) < 1:
+                raise UserError(f"drafter.{key} is {getattr(self, key)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"drafter.num_heads ({self.num_heads}) must be a multiple of drafter.num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"drafter.head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if self.block_size < 2:
+            raise UserError(f"drafter.block_size is {self.block_size}; a block is the anchor and at least one proposal: 2 or more")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(f"drafter.mask_token_id is {self.mask_token_id}; the target's vocabulary has ids 0 to {self.vocab_size - 1}")
+        self._check_taps()
+        self._check_layers()
+
+    def _check_taps(self) -> None:
+        ids = self.target_layer_ids
+        if not ids or len(set(ids)) != len(ids) or not all(0 <= i < self.num_target_layers for i in ids):
+            raise UserError(
+                f"drafter.target_layer_ids is {list(ids)}; it takes distinct layers from 0 to {self.num_target_layers - 1}"
+                " (0-based, the output of that layer of the target)"
+            )
+
+    def _check_layers(self) -> None:
+        if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {FULL, SLIDING}:
+            raise UserError(
+                f"drafter.layer_types is {list(self.layer_types)}; it takes {self.num_layers} entries (drafter.num_layers),"
+                f" each {FULL} or {SLIDING}"
+            )
+        if SLIDING in self.layer_types and (self.sliding_window is None or self.sliding_window < self.block_size):
+            raise UserError(
+                f"drafter.sliding_window is {self.sliding_window}; with {SLIDING} layers it must be at least"
+                f" drafter.block_size ({self.block_size})"
+            )
+
+    @property
+    def context_size(self) -> int:
+        """E: entries of one token's context features."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def causal_in_block(self, layer_type: str) -> bool:
+        """Whether slots of one block see only earlier slots in a layer of this type."""
+        return layer_type == SLIDING if self.is_causal is None else self.is_causal
+
+    def window(self, layer_type: str) -> int | None:
+        """Visible tokens back from a query, itself included; None for all."""
+        return self.sliding_window if layer_type == SLIDING else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``config.json`` that z-lab's package, SGLang and vLLM load."""
+        sliding = SLIDING in self.layer_types
+        out: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dtype": "bfloat16",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            # Both spellings: SGLang reads rope_theta where rope_parameters is missing, vLLM the other way round.
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            # transformers' Qwen3Config drops the window unless all four of these agree.
+            "layer_types": list(self.layer_types),
+            "use_sliding_window": sliding,
+            "sliding_window": self.sliding_window if sliding else None,
+            "max_window_layers": self.num_layers,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "block_size": self.block_size,
+            },
+        }
+        if self.is_causal is not None:
+            out["is_causal"] = self.is_causal
+        return out
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], origin: str = "config.json") -> "DrafterConfig":
+        """Read a z-lab-layout ``config.json``; keys in ``dflash_config`` win over the top level.
+
+        Raises:
+            UserError: a key that must not be guessed (taps, mask id, number of target layers) is missing, or a
+                value describes a drafter that the servers could not run.
+        """
+        merged = {**raw, **raw.get("dflash_config", {})}
+        num_layers = merged.get("num_hidden_layers")
+        needed = (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size", "num_target_layers", "target_layer_ids", "mask_token_id", "block_size",
+        )  # fmt: skip
+        missing = [key for key in needed if merged.get(key) is None]
+        if missing or not isinstance(num_layers, int):
+            raise UserError(f"{origin} has no {', '.join(missing)}; a DFlash drafter's config must state it")
+        if merged.get("hidden_act", "silu") != "silu":
+            raise UserError(f"{origin}: hidden_act is {merged['hidden_act']!r}; DFlash drafters use 'silu'")
+        rope = merged.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", merged.get("rope_theta"))
+        if theta is None:
+            raise UserError(f"{origin} has no rope_theta (neither top-level nor in rope_parameters)")
+        return cls(
+            hidden_size=merged["hidden_size"],
+            intermediate_size=merged["intermediate_size"],
+            num_layers=num_layers,
+            num_heads=merged["num_attention_heads"],
+            num_kv_heads=merged["num_key_value_heads"],
+            head_dim=merged.get("head_dim") or merged["hidden_size"] // merged["num_attention_heads"],
+            vocab_size=merged["vocab_size"],
+            num_target_layers=merged["num_target_layers"],
+            target_layer_ids=tuple(merged["target_layer_ids"]),
+            block_size=merged["block_size"],
+            mask_token_id=merged["mask_token_id"],
+            layer_types=tuple(merged.get("layer_types") or (FULL,) * num_layers),
+            sliding_window=merged.get("sliding_window"),
+            is_causal=merged.get("is_causal"),
+            rope_theta=float(theta),
+            rms_norm_eps=merged.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=merged.get("max_position_embeddings", 32768),
+        )

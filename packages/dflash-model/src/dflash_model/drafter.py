@@ -1,0 +1,193 @@
+"""The DFlash drafter: a small decoder whose keys and values also come from the target's hidden states.
+
+Context features are fused once, normalised once and shared by all layers; they are projected to keys and values by
+every layer and never updated. Queries come only from block slots. The frozen embedding and head belong to the target
+and are not part of this module.
+
+Legend: B batch, S context tokens, A blocks, K block size, Q = A*K block slots, D drafter width, E = taps * D,
+N query heads, M key/value heads, H head size.
+Source: DFlash paper section 4.1 and appendix A.3; parameter names are those of z-lab's published checkpoints.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_model.attention import Mask, attend
+from dflash_model.cache import DraftCache
+from dflash_model.config import DrafterConfig
+
+Rope = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` with fp32 statistics; the plain kind, also for targets whose norms are ``1 + w``."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+def rope_tables(position_BT: Tensor, head_dim: int, theta: float) -> Rope:
+    """fp32 cosine and sine ``[B, 1, T, H]`` of a full rotary embedding in the half-split layout.
+
+    Computed from the configuration at every forward: there is no buffer that loading could leave unset.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_BT.device) / head_dim
+    angle = position_BT[:, None, :, None].float() * (1.0 / theta**exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Apply rotary tables to ``[B, heads, T, H]``; bf16 inputs are rotated in fp32."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class DrafterAttention(nn.Module):
+    """Attention of block slots over context and block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, width, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Normalised, rotated keys and plain values ``[B, M, T, H]``; the same weights for context and block."""
+        k_BMTH = rotate(self.k_norm(self._heads(self.k_proj(x_BTD))).transpose(1, 2), rope)
+        return k_BMTH, self._heads(self.v_proj(x_BTD)).transpose(1, 2)
+
+    def forward(self, x_BQD: Tensor, context_kv: tuple[Tensor, Tensor], rope: Rope, mask: Mask) -> Tensor:
+        """Attend from the slots to ``[context | slots]``."""
+        q_BNQH = rotate(self.q_norm(self._heads(self.q_proj(x_BQD))).transpose(1, 2), rope)
+        k_BMQH, v_BMQH = self.keys_values(x_BQD, rope)
+        k_BMTH = torch.cat((context_kv[0], k_BMQH), dim=2)
+        v_BMTH = torch.cat((context_kv[1], v_BMQH), dim=2)
+        out_BNQH = attend(q_BNQH, k_BMTH, v_BMTH, mask)
+        return self.o_proj(out_BNQH.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BTF: Tensor) -> Tensor:
+        return x_BTF.unflatten(-1, (-1, self.head_dim))
+
+
+class DrafterMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BQD: Tensor) -> Tensor:
+        """``down(silu(gate(x)) * up(x))``."""
+        return self.down_proj(F.silu(self.gate_proj(x_BQD)) * self.up_proj(x_BQD))
+
+
+class DrafterLayer(nn.Module):
+    """One pre-norm layer. Context features bypass ``input_layernorm``: ``hidden_norm`` has normalised them."""
+
+    def __init__(self, config: DrafterConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DrafterAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DrafterMLP(config)
+
+    def forward(
+        self,
+        x_BQD: Tensor,
+        context_BSD: Tensor,
+        context_rope: Rope,
+        block_rope: Rope,
+        mask: Mask,
+        cache: DraftCache | None,
+    ) -> Tensor:
+        """The new slots; a cache gives the keys and values of earlier context, and takes those of this one."""
+        context_kv = self.self_attn.keys_values(context_BSD, context_rope)
+        if cache is not None:
+            context_kv = cache.extend(self.index, context_kv)
+        x_BQD = x_BQD + self.self_attn(self.input_layernorm(x_BQD), context_kv, block_rope, mask)
+        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD))
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What one forward pass sees.
+
+    Attributes:
+        embedding_BQD: the target's frozen embedding of ``[anchor, MASK, MASK, ...]`` per block.
+        context_BSE: tapped hidden states, concatenated in the order of ``target_layer_ids``.
+        context_position_BS: position of each context token in its document.
+        block_position_BQ: position of each slot in its document.
+        masks: visibility by layer type; a missing or None entry means that everything is visible.
+    """
+
+    embedding_BQD: Tensor
+    context_BSE: Tensor
+    context_position_BS: Tensor
+    block_position_BQ: Tensor
+    masks: dict[str, Mask]
+
+
+class Drafter(nn.Module):
+    """The trainable part of DFlash. Knows no ranks and no devices; sharding and compiling happen from outside."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.context_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @staticmethod
+    def initial_tensors(config: DrafterConfig, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+        """Start values of every parameter in order, fp32 on the CPU, one at a time.
+
+        Matrices are N(0, 0.02), those that write into the residual stream scaled down by depth; norms are one. Values
+        depend on the generator alone, not on how the drafter is sharded.
+        """
+        with torch.device("meta"):
+            shapes = [(name, parameter.shape) for name, parameter in Drafter(config).named_parameters()]
+        for name, shape in shapes:
+            if len(shape) == 1:
+                yield name, torch.ones(shape)
+                continue
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02
+            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    def forward(self, inputs: DraftInputs, cache: DraftCache | None = None) -> Tensor:
+        """Hidden states ``[B, Q, D]`` of the block slots, ready for the target's head.
+
+        With a cache, ``context_BSE`` holds only the tokens that the cache has not seen; their keys and values are
+        appended. Block keys and values are never cached.
+        """
+        config = self.config
+        context_BSD = self.hidden_norm(self.fc(inputs.context_BSE))
+        context_rope = rope_tables(inputs.context_position_BS, config.head_dim, config.rope_theta)
+        block_rope = rope_tables(inputs.block_position_BQ, config.head_dim, config.rope_theta)
+        x_BQD = inputs.embedding_BQD
+        for layer, layer_type in zip(self.layers, config.layer_types, strict=True):
+            x_BQD = layer(x_BQD, context_BSD, context_rope, block_rope, inputs.masks.get(layer_type), cache)
+        return self.norm(x_BQD)

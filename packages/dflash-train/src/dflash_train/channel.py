@@ -1,0 +1,310 @@
+"""Packs with hidden states, from target ranks to drafter ranks.
+
+Device to pinned host memory on a copy stream, over gloo to the drafter rank's pinned memory, and on a copy stream to
+its device: one path for CPUs, for two ranks on one GPU, for PCIe, NVLink and several nodes, and it takes nothing from
+the compute units.
+
+There is no protocol. Source, destination, size and order of every message follow from the schedule, so the receiver
+keeps ``depth`` receives posted, in order, into a ring of buffers: a posted receive is the credit, and a send completes
+when it is taken. Both sides go through the job's sequence in ascending order and a receiver always has its lowest
+missing item posted, so no cycle of waiting is possible.
+
+Each side has one thread, the only one that touches the channel's process group. gloo's ``is_completed`` stays false
+until ``wait``, and a ``wait`` that times out breaks the connection: so that thread waits, and nobody polls.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_data.packs import STATS, HiddenPack, PackLayout
+from dflash_data.pipeline import MadePack
+from dflash_data.schedule import Schedule, Stream, WorkItem
+from dflash_train.mesh import Split
+
+class ChannelError(RuntimeError):
+    """A peer is gone, frozen or out of step; the message names rank, role and pack."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds a peer may be silent: for the first pack (loading, compiling), and afterwards."""
+
+    first: float
+    later: float
+
+
+class Receiver(Protocol):
+    """What a drafter rank sees of any channel."""
+
+    wait_seconds: float
+
+    def receive(self) -> HiddenPack:
+        """The next pack of this rank, in order."""
+
+    def depth(self) -> int:
+        """q_hs: packs that have arrived and wait."""
+
+    def close(self) -> None:
+        """Release threads and buffers after the last pack."""
+
+
+def _host_buffer(layout: PackLayout, device: torch.device) -> Tensor:
+    return torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+@dataclass
+class _Outgoing:
+    item: WorkItem
+    buffer: Tensor
+    copied: torch.cuda.Event | None
+    device_span: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+class SendingChannel:
+    """The target rank's end: copies packs out and sends them to their drafter ranks."""
+
+    def __init__(self, layout: PackLayout, split: Split, group: dist.ProcessGroup, device: torch.device, timeouts: Timeouts) -> None:
+        self._layout, self._split, self._group, self._device = layout, split, group, device
+        self._timeouts = timeouts
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: queue.Queue[Tensor] = queue.Queue()
+        for _ in range(2):  # one being filled while the other is sent
+            self._free.put(_host_buffer(layout, device))
+        self._outgoing: queue.Queue[_Outgoing | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._sent_one = False
+        self.wait_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="channel-send", daemon=True)
+        self._thread.start()
+
+    def send(self, made: MadePack) -> None:
+        """Hand a pack to the channel; waits while both buffers are in use.
+
+        Raises:
+            ChannelError: an earlier pack could not be sent in time.
+        """
+        began = time.perf_counter()
+        pack, context_SE = made.pack, made.context_SE
+        buffer = self._take_free(pack.item)
+        waited = time.perf_counter() - began
+        self.wait_seconds += waited
+        copied = None
+        views = self._layout.views(buffer)
+        stats = {**made.stats, "send_wait_s": waited}
+        if self._stream is None:
+            self._layout.fill(views, pack, context_SE, stats)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._layout.fill(views, pack, context_SE, stats)
+            context_SE.record_stream(self._stream)
+            copied = self._stream.record_event()
+        self._outgoing.put(_Outgoing(pack.item, buffer, copied, made.device_span))
+
+    def close(self) -> None:
+        """Wait until everything is taken.
+
+        Raises:
+            ChannelError: it was not, in time.
+        """
+        self._outgoing.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _take_free(self, item: WorkItem) -> Tensor:
+        limit = self._timeouts.later if self._sent_one else self._timeouts.first
+        deadline = time.monotonic() + limit + 5  # the thread reports the same wait more precisely
+        while True:
+            if self._error is not None:
+                raise self._error
+            try:
+                return self._free.get(timeout=0.5)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise ChannelError(f"target rank {dist.get_rank()} waited {limit:.0f} s to hand over item {item.index}") from None
+
+    def _run(self) -> None:
+        while (out := self._outgoing.get()) is not None:
+            drafter = self._split.drafter_global(out.item.number % self._split.num_drafters)
+            limit = self._timeouts.later if self._sent_one else self._timeouts.first
+            try:
+                if out.copied is not None:
+                    out.copied.synchronize()
+                if out.device_span is not None:  # the launch time that the main thread wrote says little
+                    begun, ended = out.device_span
+                    self._layout.views(out.buffer)["stats"][STATS.index("forward_s")] = begun.elapsed_time(ended) / 1e3
+                dist.isend(out.buffer, drafter, group=self._group, tag=out.item.index).wait(timedelta(seconds=limit))
+            except RuntimeError as error:
+                self._error = ChannelError(
+                    f"target rank {dist.get_rank()}: drafter rank {drafter} did not take {out.item.stream.name.lower()} pack"
+                    f" {out.item.number} within {limit:.0f} s ({_first_line(error)})"
+                )
+                self._error.__cause__ = error
+                return
+            self._sent_one = True
+            self._free.put(out.buffer)
+
+
+@dataclass
+class _Arrived:
+    item: WorkItem
+    buffer: Tensor
+
+
+class ReceivingChannel:
+    """The drafter rank's end: a ring of posted receives, and the copy to the device."""
+
+    def __init__(
+        self,
+        layout: PackLayout,
+        schedule: Schedule,
+        split: Split,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        depth: int,
+        timeouts: Timeouts,
+    ) -> None:
+        rank = split.drafter_rank(dist.get_rank())
+        assert rank is not None
+        self._layout, self._split, self._group, self._device, self._timeouts = layout, split, group, device, timeouts
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._expected = schedule.for_drafter(rank, split.num_drafters)
+        self._arrived: queue.Queue[_Arrived | ChannelError] = queue.Queue()
+        self._returned: queue.Queue[tuple[Tensor, torch.cuda.Event | None]] = queue.Queue()
+        for _ in range(depth):
+            self._returned.put((_host_buffer(layout, device), None))
+        self._staged: HiddenPack | None = None
+        self._received_one = False
+        self.wait_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="channel-receive", daemon=True)
+        self._thread.start()
+
+    def receive(self) -> HiddenPack:
+        """The next pack on the device, and the copy of the one after it under way.
+
+        Raises:
+            ChannelError: it did not arrive in time, or another one came.
+        """
+        began = time.perf_counter()
+        pack = self._staged if self._staged is not None else self._stage(self._arrived.get())
+        self._staged = None
+        self.wait_seconds += time.perf_counter() - began
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            if not self._arrived.empty():
+                self._staged = self._stage(self._arrived.get_nowait())
+        return pack
+
+    def depth(self) -> int:
+        """Packs that have arrived and wait."""
+        return self._arrived.qsize() + (self._staged is not None)
+
+    def close(self) -> None:
+        """Join the thread; every expected pack must have been received."""
+        self._thread.join()
+
+    def _stage(self, arrived: "_Arrived | ChannelError") -> HiddenPack:
+        if isinstance(arrived, ChannelError):
+            raise arrived
+        host = self._layout.views(arrived.buffer)
+        if self._stream is None:
+            device_buffer, event = arrived.buffer.clone(), None
+        else:
+            device_buffer = torch.empty(arrived.buffer.shape, dtype=torch.uint8, device=self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                device_buffer.copy_(arrived.buffer, non_blocking=True)
+            device_buffer.record_stream(self._stream)
+            event = self._stream.record_event()
+        pack = HiddenPack.from_views(host, self._layout.views(device_buffer))
+        if pack.item != arrived.item:
+            raise ChannelError(f"drafter rank {dist.get_rank()} expected {arrived.item} and received {pack.item}")
+        self._returned.put((arrived.buffer, event))
+        return pack
+
+    def _run(self) -> None:
+        posted: deque[tuple[_Arrived, dist.Work]] = deque()
+        try:
+            while True:
+                while (next_post := self._post(block=not posted)) is not None:
+                    posted.append(next_post)
+                if not posted:
+                    return
+                arrived, work = posted.popleft()
+                self._wait(arrived.item, work)
+                self._arrived.put(arrived)
+        except ChannelError as error:
+            self._arrived.put(error)
+
+    def _post(self, *, block: bool) -> tuple[_Arrived, dist.Work] | None:
+        """Post the next receive if a buffer is free; None if not, or after the last item."""
+        try:
+            buffer, copied = self._returned.get(block=block)
+        except queue.Empty:
+            return None
+        item = next(self._expected, None)
+        if item is None:
+            return None
+        if copied is not None:
+            copied.synchronize()
+        source = item.index % self._split.num_targets
+        work = dist.irecv(buffer, source, group=self._group, tag=item.index)
+        assert work is not None
+        return _Arrived(item, buffer), work
+
+    def _wait(self, item: WorkItem, work: dist.Work) -> None:
+        limit = self._timeouts.later if self._received_one else self._timeouts.first
+        try:
+            work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            source = item.index % self._split.num_targets
+            raise ChannelError(
+                f"drafter rank {dist.get_rank()}: target rank {source} did not send {item.stream.name.lower()} pack"
+                f" {item.number} within {limit:.0f} s ({_first_line(error)})"
+            ) from error
+        self._received_one = True
+
+
+class LocalChannel:
+    """Colocated: the rank's own target makes the next pack when it is asked for."""
+
+    def __init__(self, layout: PackLayout, packs: Iterator[MadePack]) -> None:
+        self._layout, self._packs = layout, packs
+        self.wait_seconds = 0.0
+
+    def receive(self) -> HiddenPack:
+        """Run the target on this rank's next pack."""
+        began = time.perf_counter()
+        made = next(self._packs)
+        assert made.pack.item.stream is not Stream.PADDING, "colocated ranks have no padding rounds"
+        self.wait_seconds += time.perf_counter() - began
+        host = {
+            name: getattr(made.pack, name)
+            for name, *_ in self._layout.fields()
+            if name not in ("header", "stats", "context_SE")
+        }
+        tensors = {name: tensor.to(made.context_SE.device, non_blocking=True) for name, tensor in host.items()}
+        return HiddenPack(made.pack.item, {**tensors, "context_SE": made.context_SE}, host, made.stats)
+
+    def depth(self) -> int:
+        """Nothing waits: packs are made on demand."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__

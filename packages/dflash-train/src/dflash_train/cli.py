@@ -1,0 +1,126 @@
+"""``key=value`` command lines over structured configurations, with errors a person can act on."""
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from dflash_model.errors import UserError
+
+Config = TypeVar("Config")
+USER_ERROR = 2  # exit code of a wrong setting, file or model
+
+
+def flat_keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted name, default and help line of every key."""
+    for item in fields(schema):
+        name = prefix + item.name
+        hint = get_type_hints(schema)[item.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from flat_keys(hint, name + ".")
+        else:
+            default = item.default if item.default is not NO_DEFAULT else item.default_factory() if item.default_factory is not NO_DEFAULT else ""
+            yield name, default, item.metadata.get("help", "")
+
+
+def help_text(schema: type, usage: str) -> str:
+    """All keys with defaults, one line each."""
+    rows = [(f"{name}={'' if default in (None, '???') else default}", text) for name, default, text in flat_keys(schema)]
+    width = min(max(len(left) for left, _ in rows), 40)
+    return usage + "\n\n" + "\n".join(f"  {left:<{width}}  {text}" for left, text in rows)
+
+
+def parse(schema: type[Config], argv: list[str], usage: str, default_config: str | None = None) -> Config:
+    """Merge defaults, ``config=FILE`` and the command line, in this order.
+
+    Raises:
+        UserError: an argument that is not ``key=value``, an unknown key, or a value of the wrong type.
+    """
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print(help_text(schema, usage))
+        raise SystemExit(0)
+    known = [name for name, _, _ in flat_keys(schema)]
+    given: dict[str, str] = {}
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        if not equals:
+            raise UserError(f"{argument!r} is not key=value (--help lists the keys)")
+        given[name] = value
+    file = given.pop("config", default_config or "")
+    merged = OmegaConf.structured(schema)
+    try:
+        if file:
+            merged = _merge(merged, _read_yaml(file), known, file)
+            merged = OmegaConf.merge(merged, {"config": file})
+        merged = _merge(merged, OmegaConf.from_dotlist([f"{k}={_listed(schema, k, v)}" for k, v in given.items()]), known, "command line")
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        name = error.full_key or "a key"
+        if OmegaConf.is_missing(merged, name) if name in known else False:
+            raise UserError(f"{name} is not set; give it in the config file or as {name}=…") from error
+        raise UserError(f"{name}: {str(error).splitlines()[0]}") from error
+
+
+def _read_yaml(file: str) -> DictConfig:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"config is {file}; there is no such file")
+    try:
+        loaded = OmegaConf.load(path)
+    except YAMLError as error:
+        raise UserError(f"config is {file}; it is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"config is {file}; it must hold sections of keys")
+    return loaded
+
+
+def _merge(base: DictConfig, change: DictConfig | ListConfig, known: list[str], origin: str) -> DictConfig:
+    for name in _leaves(change):
+        if not any(name == k or name.startswith(k + ".") for k in known):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise UserError(f"{name} ({origin}) is not a key; the nearest is {near[0]} (--help lists all)")
+    merged = OmegaConf.merge(base, change)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - OmegaConf nodes
+    if isinstance(node, DictConfig) and len(node):
+        for name in node:
+            yield from _leaves(node._get_node(name), f"{prefix}{name}.")
+    elif prefix:
+        yield prefix.rstrip(".")
+
+
+def _listed(schema: type, name: str, value: str) -> str:
+    """``a,b`` means ``[a,b]`` where the key is a list."""
+    hint: Any = schema
+    for part in name.split("."):
+        hint = get_type_hints(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
+    if hint is not None and "list[" in str(hint) and not value.startswith("["):
+        return f"[{value}]"
+    return value
+
+
+def run_tool(main: Callable[[list[str]], int]) -> None:
+    """Run a tool's main; a UserError becomes one sentence on stderr and exit code 2."""
+    try:
+        code = main(sys.argv[1:])
+    except UserError as error:
+        # All ranks of a job meet a wrong setting at once; the others leave the sentence to rank 0, unless it has not
+        # met the error. torchrun stops them as soon as rank 0 has left.
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(4)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = USER_ERROR
+    sys.stdout.flush()
+    os._exit(code) if "RANK" in os.environ else sys.exit(code)

@@ -1,0 +1,166 @@
+"""Every setting of a training job, in sections; each key with its default and one line.
+
+Dotted names (``trainer.packs_per_step``) are the same in YAML files, on the command line and in errors. Only the
+tools see this module's whole tree; the code below them takes the values it needs.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def key(default: Any, text: str) -> Any:  # noqa: ANN401 - any type a setting can have
+    """A field with its help line; mutable defaults are copied per instance."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class RunSection:
+    """Where everything of one run goes."""
+
+    dir: str = key("runs/demo", "run folder; an existing one is resumed by the same command")
+    seed: int = key(0, "decides packing, order, anchors and initial weights")
+
+
+@dataclass
+class TargetSection:
+    """The frozen model to speed up."""
+
+    path: str | None = key(None, "hub name (Qwen/Qwen3-8B) or local folder, fine-tuned ones too")
+    config: dict[str, Any] | None = key(None, "architecture inline (model_type: …); checked against target.path, or given random weights without it")
+    dtype: str = key("bfloat16", "bfloat16 or float32: type of its weights and of the hidden states")
+    reshard_after_forward: bool = key(True, "free each layer's gathered weights after use; false costs memory and saves gathers")
+    tokenizer: str | None = key(None, "folder or hub name of the tokenizer; default: target.path")
+
+
+@dataclass
+class DrafterSection:
+    """The model to train; what is not set follows the target."""
+
+    init_from: str | None = key(None, "start from this drafter's weights (folder with config.json and model.safetensors); it then decides its own shape")
+    num_layers: int = key(5, "decoder layers")
+    num_taps: int | None = key(None, "tapped target layers, spread by the published rule; default: num_layers")
+    target_layer_ids: list[int] | None = key(None, "tapped target layers, 0-based outputs; overrides num_taps")
+    block_size: int = key(16, "tokens of a block, the anchor included")
+    mask_token_id: int | None = key(None, "vocabulary id of the mask slots; default: a spare or reserved one")
+    hidden_size: int | None = key(None, "must equal the target's, which is the default")
+    intermediate_size: int | None = key(None, "MLP width; default: the target's")
+    num_heads: int | None = key(None, "attention heads; default: the target's")
+    num_kv_heads: int | None = key(None, "key/value heads; default: the target's")
+    head_dim: int | None = key(None, "head size; default: the target's")
+    rope_theta: float | None = key(None, "rotary base; default: the target's")
+    num_sliding_layers: int = key(0, "this many layers from the first are sliding (causal in the block), the rest full")
+    sliding_window: int | None = key(None, "tokens a sliding layer sees back")
+
+
+@dataclass
+class DataSection:
+    """The tokenized dataset and how it is cut into packs."""
+
+    path: str = key("data/demo", "prepared dataset (tools/prepare.py writes it)")
+    sources: list[str] = key([], "JSONL files of conversations, for tools/prepare.py: a.jsonl,b.jsonl")
+    heldout_ratio: float = key(0.02, "share of conversations that tools/prepare.py holds out")
+    template_options: dict[str, Any] = key({}, "passed to the chat template, such as enable_thinking: false")
+    seq_len: int = key(4096, "tokens of a row, a multiple of 128")
+    anchors_per_pack: int = key(512, "blocks drawn from each row; times drafter.block_size a multiple of 128")
+    workers: int = key(2, "threads that collate packs on each target rank")
+    prefetch: int = key(8, "collated packs kept ready on each target rank (q_pre)")
+    synthetic_documents: int = key(0, "write this many random documents to data.path instead of needing a prepared dataset")
+
+
+@dataclass
+class TrainerSection:
+    """The length and arithmetic of the run."""
+
+    steps: int = key(MISSING, "optimizer steps")
+    packs_per_step: int = key(12, "packs in one optimizer step over all drafter ranks; the number of drafter ranks must divide it")
+    dtype: str = key("bfloat16", "bfloat16 or float32: type of the drafter's compute; its weights and moments are fp32")
+    compile: bool = key(True, "torch.compile each drafter layer (needs a GPU to pay)")
+    expected_ktok_s: float | None = key(None, "expected speed, for dry_run: hours and GPU-hours")
+
+
+@dataclass
+class OptimizerSection:
+    """AdamW with warmup and cosine decay; norms are not decayed."""
+
+    lr: float = key(6e-4, "peak learning rate")
+    beta1: float = key(0.9, "AdamW beta1")
+    beta2: float = key(0.999, "AdamW beta2")
+    weight_decay: float = key(0.0, "AdamW weight decay of matrices")
+    warmup_ratio: float = key(0.04, "share of steps that warm up linearly")
+    min_lr_ratio: float = key(0.0, "learning rate at the end, as a share of the peak")
+    max_grad_norm: float = key(1.0, "gradient norm is clipped to this")
+
+
+@dataclass
+class LossSection:
+    """Weighted cross-entropy through the frozen head."""
+
+    gamma: float | None = key(None, "decay length of the slot weights; default: 7 at block 16, 5 at 10, 4 at 8")
+    chunk_rows: int = key(1024, "slots whose logits exist at once")
+
+
+@dataclass
+class MeshSection:
+    """Which ranks do what; left out, it follows the number of ranks."""
+
+    target: int | None = key(None, "ranks 0 … target-1 hold the target")
+    drafter: int | None = key(None, "the ranks after them hold the drafter")
+    colocated: bool | None = key(None, "every rank holds both")
+    device: str = key("auto", "cpu, cuda or auto")
+    memory_gib: float | None = key(None, "memory of one device, for dry_run; default: that of the GPU here, if any")
+
+
+@dataclass
+class ChannelSection:
+    """Hidden states from target to drafter ranks."""
+
+    depth: int = key(4, "packs each drafter rank has asked for and not yet used (q_hs)")
+    timeout_seconds: float = key(120.0, "a peer silent for longer is an error")
+    start_timeout_seconds: float = key(1800.0, "the same for the first pack: loading and compiling take time")
+
+
+@dataclass
+class CheckpointSection:
+    """Drafter weights, moments and step."""
+
+    interval: int = key(500, "steps between checkpoints; the last step is always saved")
+    keep: int = key(2, "newest checkpoints kept")
+
+
+@dataclass
+class EvaluateSection:
+    """Acceptance length on the held-out rows."""
+
+    interval: int = key(500, "steps between evaluations; also before the first step and after the last")
+    packs: int = key(64, "held-out rows per evaluation at most; 0 for none")
+
+
+@dataclass
+class LogSection:
+    """What is written while training."""
+
+    interval: int = key(10, "steps between status lines and TensorBoard points")
+
+
+@dataclass
+class RunConfig:
+    """A training job."""
+
+    config: str = key("", "YAML file that the other keys override")
+    dry_run: bool = key(False, "build everything on meta, print sizes and memory, train nothing")
+    run: RunSection = field(default_factory=RunSection)
+    target: TargetSection = field(default_factory=TargetSection)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    data: DataSection = field(default_factory=DataSection)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    loss: LossSection = field(default_factory=LossSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    channel: ChannelSection = field(default_factory=ChannelSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    log: LogSection = field(default_factory=LogSection)

@@ -1,0 +1,147 @@
+"""``dry_run=true``: what a job would hold and cost, worked out on meta tensors in one process."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dflash_model import Drafter, UserError
+from dflash_model.taps import decoder_of
+from dflash_train.flops import pack_flops
+from dflash_train.job import DTYPES, Job
+
+GIB = 2**30
+# Tensors of one layer's forward that autograd keeps per block slot, in widths of D (norms, attention in and out,
+# residuals) and of the MLP (gate, up, their product). Counted from drafter.py; a plan, not a measurement.
+KEPT_WIDTHS, KEPT_MLP = 8, 3
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of a role holds on its device, in bytes by purpose, and in pinned host memory."""
+
+    device: dict[str, float]
+    host: float
+
+    @property
+    def total(self) -> float:
+        """Device bytes."""
+        return sum(self.device.values())
+
+    def line(self) -> str:
+        """Human-readable."""
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.device.items())
+        return f"{self.total / GIB:.1f} GiB on its device ({parts}), {self.host / GIB:.2f} GiB of host memory for the queue"
+
+
+def count(module: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def target_share(job: Job, decoder: nn.Module) -> Share:
+    """Estimate of one target rank."""
+    config, size = job.config, DTYPES[job.config.target.dtype].itemsize
+    layers = [count(layer) for layer in decoder.layers]
+    whole, ranks = count(decoder) * size, job.split.num_targets
+    # FSDP prefetches one layer while another computes; the embedding is gathered with the root.
+    gathered = whole if not config.target.reshard_after_forward else (2 * max(layers) + count(decoder) - sum(layers)) * size
+    goal = job.target.config
+    row = config.data.seq_len * (6 * goal.hidden_size + 3 * goal.intermediate_size) * size
+    message = job.layout().num_bytes
+    return Share(
+        {"weights": whole / ranks, "gathered": gathered if ranks > 1 else 0.0, "activations": row, "taps": 2 * message},
+        host=0.0 if job.split.colocated else 2.0 * message,
+    )
+
+
+def drafter_share(job: Job, num_parameters: int) -> Share:
+    """Estimate of one drafter rank."""
+    config, drafter = job.config, job.drafter
+    size, ranks = DTYPES[config.trainer.dtype].itemsize, job.split.num_drafters
+    slots = config.data.anchors_per_pack * drafter.block_size
+    kept = slots * drafter.num_layers * (KEPT_WIDTHS * drafter.hidden_size + KEPT_MLP * drafter.intermediate_size)
+    keys = (config.data.seq_len + slots) * drafter.num_layers * 4 * drafter.num_kv_heads * drafter.head_dim
+    ends = (1 if job.target.config.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
+    logits = min(config.loss.chunk_rows, slots) * drafter.vocab_size * (size + 4)
+    message = job.layout().num_bytes
+    device = {
+        "masters and moments": num_parameters * 4 * 3 / ranks,
+        "gradients": num_parameters * 4 / ranks + num_parameters * (4 if job.micro_steps > 1 else size),
+        "gathered weights": num_parameters * size,
+        "embedding and head": ends * DTYPES[config.target.dtype].itemsize,
+        "activations": (kept + keys) * size,
+        "logits": logits,
+        "packs": 2 * message,
+    }
+    return Share(device, host=0.0 if job.split.colocated else config.channel.depth * message)
+
+
+def report(job: Job) -> str:
+    """The plan of a job as text.
+
+    Raises:
+        UserError: a rank would not fit on its device.
+    """
+    config, split = job.config, job.split
+    model = job.target.build_meta(DTYPES[config.target.dtype])
+    total = count(model)
+    decoder = decoder_of(job.target.build_meta(DTYPES[config.target.dtype], max(job.drafter.target_layer_ids) + 1))
+    with torch.device("meta"):
+        drafter = count(Drafter(job.drafter))
+    shares = [("target", target_share(job, decoder)), ("drafter", drafter_share(job, drafter))]
+    layers = job.target.config.num_hidden_layers
+    lines = [
+        f"ranks        {split.world_size}: {split.describe()}",
+        f"target       {total / 1e9:.3f} B parameters, {layers} layers; built up to tap {max(job.drafter.target_layer_ids)}: {count(decoder) / 1e9:.3f} B (head included: no)",
+        f"drafter      {drafter / 1e9:.3f} B parameters, {job.drafter.num_layers} layers, block {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
+        f"             layers {', '.join(job.drafter.layer_types)}" + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
+    ]
+    for rank in range(split.world_size):
+        roles = [name for name, index in (("target", split.target_rank(rank)), ("drafter", split.drafter_rank(rank))) if index is not None]
+        held = sum(share.total for name, share in shares if name in roles)
+        lines.append(f"rank {rank:<8}{' and '.join(roles)}: {held / GIB:.1f} GiB")
+    lines += [f"a {name} rank  {share.line()}" for name, share in shares]
+    lines.append("             (activations are a plan from shapes, without allocator overhead)")
+    lines += _work(job)
+    _check_fit(job, shares)
+    return "\n".join(lines)
+
+
+def _work(job: Job) -> list[str]:
+    config = job.config
+    packs, seq_len = config.trainer.packs_per_step, config.data.seq_len
+    flops = pack_flops(job.drafter, seq_len, config.data.anchors_per_pack)
+    lines = [
+        f"a step       {packs} packs of {seq_len} tokens and {config.data.anchors_per_pack} anchors, {job.micro_steps} on each drafter rank; {flops / 1e12:.1f} TFLOP of drafter matrix products a pack",
+        f"a pack       {job.layout().num_bytes / 2**20:.1f} MiB from target to drafter",
+    ]
+    if (job.data_dir / "ledger.json").is_file():
+        rows = len(job.collator(job.open_data()).train_plan)
+        lines.append(f"an epoch     {rows} packs, {rows / packs:.1f} steps; {config.trainer.steps} steps are {config.trainer.steps * packs / rows:.2f} epochs")
+    else:
+        lines.append(f"an epoch     unknown: data.path ({job.data_dir}) is not prepared yet")
+    if config.trainer.expected_ktok_s:
+        hours = config.trainer.steps * packs * seq_len / config.trainer.expected_ktok_s / 1e3 / 3600
+        lines.append(f"time         {hours:.1f} hours, {hours * job.split.world_size:.1f} GPU-hours at {config.trainer.expected_ktok_s:g} ktok/s")
+    else:
+        lines.append("time         unknown: set trainer.expected_ktok_s")
+    return lines
+
+
+def _check_fit(job: Job, shares: list[tuple[str, Share]]) -> None:
+    limit = job.config.mesh.memory_gib
+    if limit is None and torch.cuda.is_available():
+        limit = torch.cuda.get_device_properties(0).total_memory / GIB
+    if limit is None:
+        return
+    advice = {
+        "target": "more target ranks (mesh.target), target.reshard_after_forward=true, or a smaller data.seq_len",
+        "drafter": "more drafter ranks (mesh.drafter), fewer data.anchors_per_pack, or a smaller loss.chunk_rows",
+    }
+    held = [("target and drafter", sum(share.total for _, share in shares), " ".join(advice.values()))]
+    if not job.split.colocated:
+        held = [(name, share.total, advice[name]) for name, share in shares]
+    for name, size, what in held:
+        if size / GIB > limit:
+            raise UserError(f"mesh.memory_gib is {limit:g}; a {name} rank would need {size / GIB:.1f} GiB: use {what}")

@@ -1,0 +1,212 @@
+"""A checked job: the configuration, and everything derived from it before any rank does work."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_data.dataset import PreparedData, open_prepared
+from dflash_data.packs import Collator, PackLayout
+from dflash_data.schedule import Schedule
+from dflash_data.target import TargetModel, find_target, resolve_mask_token_id
+from dflash_model import DrafterConfig, UserError, default_target_layer_ids, read_config
+from dflash_model.blocks import anchor_candidates, default_gamma
+from dflash_model.config import FULL, SLIDING
+from dflash_train.config import DrafterSection, RunConfig
+from dflash_train.mesh import Split, make_split
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is.
+
+    Attributes:
+        config: the settings.
+        split: which ranks do what.
+        target: the frozen model.
+        drafter: the model to train.
+    """
+
+    config: RunConfig
+    split: Split
+    target: TargetModel
+    drafter: DrafterConfig
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return Path(self.config.run.dir).expanduser()
+
+    @property
+    def data_dir(self) -> Path:
+        """The prepared dataset."""
+        return Path(self.config.data.path).expanduser()
+
+    @property
+    def micro_steps(self) -> int:
+        """Packs each drafter rank accumulates per step."""
+        return self.config.trainer.packs_per_step // self.split.num_drafters
+
+    def layout(self) -> PackLayout:
+        """How packs travel."""
+        data = self.config.data
+        return PackLayout(
+            data.seq_len, data.anchors_per_pack, self.drafter.block_size, self.drafter.context_size, DTYPES[self.config.target.dtype]
+        )
+
+    def open_data(self) -> PreparedData:
+        """The dataset, checked against the row length."""
+        return open_prepared(self.data_dir, self.config.data.seq_len)
+
+    def collator(self, data: PreparedData) -> Collator:
+        """Work items to token packs."""
+        section, block_size = self.config.data, self.drafter.block_size
+        gamma = self.config.loss.gamma if self.config.loss.gamma is not None else default_gamma(block_size)
+        return Collator(
+            data, seq_len=section.seq_len, num_anchors=section.anchors_per_pack, block_size=block_size, gamma=gamma,
+            seed=self.config.run.seed,
+        )  # fmt: skip
+
+    def heldout_packs(self, collator: Collator) -> int:
+        """Packs of one evaluation, filled up with empty ones so that every drafter rank has as many."""
+        wanted = min(self.config.evaluate.packs, len(collator.heldout_plan))
+        return -(-wanted // self.split.num_drafters) * self.split.num_drafters
+
+    def heldout_chunks(self, collator: Collator) -> int:
+        """Drafter forwards one held-out pack needs so that each of its anchors is drafted once."""
+        data, limit = self.config.data, min(self.config.evaluate.packs, len(collator.heldout_plan))
+        most = 0
+        for number in range(limit):
+            documents = (collator.data.heldout[index] for index in collator.heldout_plan.documents(number))
+            most = max(most, sum(len(anchor_candidates(mask, 0 * ids)) for ids, mask in documents))
+        return -(-most // data.anchors_per_pack)
+
+    def schedule(self, collator: Collator, start_step: int) -> Schedule:
+        """The numbered sequence of the whole job."""
+        return Schedule(
+            start_step=start_step,
+            num_steps=self.config.trainer.steps,
+            packs_per_step=self.config.trainer.packs_per_step,
+            heldout_packs=self.heldout_packs(collator),
+            evaluate_interval=self.config.evaluate.interval,
+        )
+
+    def identity(self, fingerprint: str) -> dict[str, Any]:
+        """What decides the packs and losses of a run; the split is not among it."""
+        config = self.config
+        return {
+            "trainer.packs_per_step": config.trainer.packs_per_step,
+            "trainer.steps": config.trainer.steps,
+            "data.seq_len": config.data.seq_len,
+            "data.anchors_per_pack": config.data.anchors_per_pack,
+            "run.seed": config.run.seed,
+            "data.fingerprint": fingerprint,
+            "drafter": self.drafter.to_dict(),
+        }
+
+
+def check_job(config: RunConfig, world_size: int | None) -> Job:
+    """Everything that can be checked before the ranks meet.
+
+    Args:
+        config: the settings.
+        world_size: ranks of the running job; None for a dry run.
+
+    Raises:
+        UserError: one sentence with the key, the value and what is allowed.
+    """
+    split = make_split(config.mesh, world_size)
+    _check_numbers(config)
+    _check_packs_per_step(config, split)
+    target = find_target(config.target.path, config.target.config)
+    drafter = drafter_config(config.drafter, target, config.target.tokenizer)
+    if (config.data.anchors_per_pack * drafter.block_size) % TILE:
+        raise UserError(f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size}) must be a multiple of {TILE}")
+    job = Job(config, split, target, drafter)
+    if world_size is not None and not config.data.synthetic_documents:
+        job.open_data()
+    return job
+
+
+def _check_numbers(config: RunConfig) -> None:
+    if config.data.seq_len < TILE or config.data.seq_len % TILE:
+        raise UserError(f"data.seq_len is {config.data.seq_len}; it must be a multiple of {TILE}")
+    positive = {
+        "trainer.steps": config.trainer.steps,
+        "data.anchors_per_pack": config.data.anchors_per_pack,
+        "data.workers": config.data.workers,
+        "data.prefetch": config.data.prefetch,
+        "channel.depth": config.channel.depth,
+        "checkpoint.interval": config.checkpoint.interval,
+        "checkpoint.keep": config.checkpoint.keep,
+        "evaluate.interval": config.evaluate.interval,
+        "log.interval": config.log.interval,
+        "loss.chunk_rows": config.loss.chunk_rows,
+    }
+    for name, value in positive.items():
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    for name, value in (("optimizer.lr", config.optimizer.lr), ("channel.timeout_seconds", config.channel.timeout_seconds)):
+        if value <= 0:
+            raise UserError(f"{name} is {value}; it must be positive")
+    for name, value in (("target.dtype", config.target.dtype), ("trainer.dtype", config.trainer.dtype)):
+        if value not in DTYPES:
+            raise UserError(f"{name} is {value!r}; it takes {' or '.join(DTYPES)}")
+    if config.mesh.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"mesh.device is {config.mesh.device!r}; it takes auto, cpu or cuda")
+
+
+def _check_packs_per_step(config: RunConfig, split: Split) -> None:
+    packs, drafters = config.trainer.packs_per_step, split.num_drafters
+    if packs < 1 or packs % drafters:
+        below, above = packs // drafters * drafters, (packs // drafters + 1) * drafters
+        near = f"{below} or {above}" if below else f"{above}"
+        raise UserError(f"trainer.packs_per_step is {packs}; {drafters} drafter ranks share the packs of a step evenly, so it must be a multiple of {drafters} (nearest: {near})")
+
+
+def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str | None) -> DrafterConfig:
+    """The drafter that a section describes for a target; what it leaves out follows the target.
+
+    Raises:
+        UserError: it does not fit the target.
+    """
+    goal = target.config
+    if section.init_from is not None:
+        drafter = read_config(Path(section.init_from).expanduser())
+        for name, value in (("hidden_size", goal.hidden_size), ("vocab_size", goal.vocab_size), ("num_target_layers", goal.num_hidden_layers)):
+            if getattr(drafter, name) != value:
+                raise UserError(f"drafter.init_from: its {name} is {getattr(drafter, name)}, the target's is {value}; it was made for another target")
+        return drafter
+    if section.hidden_size not in (None, goal.hidden_size):
+        raise UserError(f"drafter.hidden_size is {section.hidden_size}; the target's embedding and head have width {goal.hidden_size}, and the drafter uses them, so it must be {goal.hidden_size}")
+    if not 0 <= section.num_sliding_layers <= section.num_layers:
+        raise UserError(f"drafter.num_sliding_layers is {section.num_sliding_layers}; it takes 0 to drafter.num_layers ({section.num_layers})")
+    heads = section.num_heads or goal.num_attention_heads
+    rope = getattr(goal, "rope_parameters", None) or {}
+    theta = section.rope_theta or rope.get("rope_theta") or getattr(goal, "rope_theta", None)
+    if theta is None:
+        raise UserError("drafter.rope_theta is not set and the target's config has none; set it")
+    num_taps = section.num_taps or section.num_layers
+    taps = tuple(section.target_layer_ids or default_target_layer_ids(goal.num_hidden_layers, num_taps))
+    tokenizer_folder = Path(tokenizer).expanduser() if tokenizer else target.folder
+    return DrafterConfig(
+        hidden_size=goal.hidden_size,
+        intermediate_size=section.intermediate_size or goal.intermediate_size,
+        num_layers=section.num_layers,
+        num_heads=heads,
+        num_kv_heads=section.num_kv_heads or goal.num_key_value_heads,
+        head_dim=section.head_dim or getattr(goal, "head_dim", None) or goal.hidden_size // goal.num_attention_heads,
+        vocab_size=goal.vocab_size,
+        num_target_layers=goal.num_hidden_layers,
+        target_layer_ids=taps,
+        block_size=section.block_size,
+        mask_token_id=resolve_mask_token_id(section.mask_token_id, target, tokenizer_folder / "tokenizer.json" if tokenizer_folder else None),
+        layer_types=(SLIDING,) * section.num_sliding_layers + (FULL,) * (section.num_layers - section.num_sliding_layers),
+        sliding_window=section.sliding_window,
+        rope_theta=float(theta),
+        max_position_embeddings=goal.max_position_embeddings,
+    )

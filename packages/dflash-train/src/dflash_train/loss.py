@@ -1,0 +1,69 @@
+"""Weighted cross-entropy through the target's frozen head, without ever holding all logits.
+
+Rows (slots that are supervised) go through the head a chunk at a time. The gradient with respect to the hidden states
+is computed in the same pass, while the chunk's logits exist: nothing is recomputed, the frozen head gets no gradient,
+and memory holds one chunk of logits whatever the block size.
+
+Legend: R supervised slots, D drafter width, V vocabulary.
+Source: DFlash paper equation 4 (weights); SpecForge and speculators materialise or recompute here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """``sum_r weight_r * CE(head(hidden_r), label_r)`` and each row's argmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, label_R: Tensor, weight_R: Tensor, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the fp32 sum of weighted losses and the int64 argmax of every row."""
+        needs_grad = hidden_RD.requires_grad
+        grad_RD = torch.empty_like(hidden_RD) if needs_grad else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
+        choice_R = torch.empty_like(label_R)
+        hidden_RD = hidden_RD.detach()
+        for begin in range(0, hidden_RD.shape[0], chunk_rows):
+            rows = slice(begin, begin + chunk_rows)
+            logits_CV = F.linear(hidden_RD[rows].to(head_VD.dtype), head_VD)
+            choice_R[rows] = logits_CV.argmax(-1)
+            logits_CV = logits_CV.float()
+            log_z_C = logits_CV.logsumexp(-1)
+            at_label_C = logits_CV.gather(-1, label_R[rows, None])[:, 0]
+            loss += ((log_z_C - at_label_C) * weight_R[rows]).sum()
+            if grad_RD is not None:
+                # d/dlogits = weight * (softmax - onehot), in place of the logits
+                probs_CV = logits_CV.sub_(log_z_C[:, None]).exp_()
+                probs_CV.scatter_add_(-1, label_R[rows, None], probs_CV.new_full((1, 1), -1.0).expand(len(log_z_C), 1))
+                probs_CV.mul_(weight_R[rows, None])
+                grad_RD[rows] = (probs_CV.to(head_VD.dtype) @ head_VD).to(grad_RD.dtype)
+        ctx.save_for_backward(grad_RD)
+        ctx.mark_non_differentiable(choice_R)
+        return loss, choice_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, grad_choice: None) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        """Scale the stored gradient."""
+        (grad_RD,) = ctx.saved_tensors
+        return grad_RD * grad_loss.to(grad_RD.dtype), None, None, None, None
+
+
+def frozen_head_loss(
+    hidden_RD: Tensor, head_VD: Tensor, label_R: Tensor, weight_R: Tensor, chunk_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Sum of weighted cross-entropies, and the argmax of every row from the same logits.
+
+    Args:
+        hidden_RD: drafter outputs of the supervised slots.
+        head_VD: the frozen head; its type is the type of the matrix product, everything after it is fp32.
+        label_R: int64 targets.
+        weight_R: fp32 weights.
+        chunk_rows: rows whose logits exist at once.
+    """
+    loss, choice_R = FrozenHeadLoss.apply(hidden_RD, head_VD, label_R, weight_R, chunk_rows)  # type: ignore[misc]
+    return loss, choice_R

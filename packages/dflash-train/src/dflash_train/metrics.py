@@ -1,0 +1,240 @@
+"""What a run writes: status line, log file, metrics.jsonl, evaluations.jsonl, TensorBoard.
+
+Only the first drafter rank owns a ``RunLog``. On resume everything after the resumed step is cut away, so every curve
+has one value a step.
+"""
+
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from dflash_data.packs import STATS
+from dflash_train.evaluate import Acceptance
+
+logger = logging.getLogger("dflash")
+
+LAYOUT = {
+    "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
+    "Acceptance": {"held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]]},
+    "Pipeline": {
+        "packs/s": ["Multiline", ["Pipeline/target_packs_s", "Pipeline/drafter_packs_s", "Pipeline/packs_s"]],
+        "queues": ["Multiline", [r"Pipeline/q_.*"]],
+    },
+}
+
+
+def start_logging(path: Path) -> None:
+    """Send the run's log to the console and to ``log.txt``."""
+    logger.setLevel(logging.INFO)
+    logger.handlers.clear()
+    for handler in (logging.StreamHandler(sys.stdout), logging.FileHandler(path)):
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+
+
+def short_time(seconds: float) -> str:
+    """``42s``, ``22m``, ``3h10m``, ``1d3h``."""
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if days:
+        return f"{days}d{hours % 24}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m" if minutes else f"{int(seconds)}s"
+
+
+@dataclass
+class Interval:
+    """Sums since the last log line, on one drafter rank.
+
+    Attributes:
+        targets: per target rank: packs received and the sums of their ``STATS``.
+        wait_s: time this rank waited for packs.
+        train_s: time this rank spent in training steps, waiting included.
+        packs: packs this rank trained on.
+    """
+
+    targets: NDArray[np.float64]
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    packs: int = 0
+
+    @classmethod
+    def empty(cls, num_targets: int) -> "Interval":
+        """Nothing yet."""
+        return cls(np.zeros((num_targets, 1 + len(STATS))))
+
+    def add_pack(self, target_rank: int, stats: dict[str, float]) -> None:
+        """Count one received pack."""
+        self.packs += 1
+        self.targets[target_rank] += [1.0, *(stats[name] for name in STATS)]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The whole job over one interval, from the sums of all drafter ranks.
+
+    Rates are packs per second: ``packs_s`` what went through, ``target_packs_s`` and ``drafter_packs_s`` what each side
+    could do alone (its waiting left out).
+    """
+
+    packs_s: float
+    tokens_s: float
+    target_packs_s: float
+    drafter_packs_s: float
+    wait_share: float
+    data_share: float
+    q_pre: list[float]
+    q_hs: list[float]
+    colocated: bool
+
+    @classmethod
+    def measure(cls, targets: NDArray[np.float64], drafters: NDArray[np.float64], *, colocated: bool) -> "Pipeline":
+        """Work out rates.
+
+        Args:
+            targets: ``[T, 1 + len(STATS)]`` sums.
+            drafters: ``[D, 4]``: wait_s, train_s, packs, packs waiting (q_hs) of each drafter rank.
+        """
+        counts = np.maximum(targets[:, 0], 1.0)
+        means = dict(zip(STATS, (targets[:, 1:] / counts[:, None]).T, strict=True))
+        active = targets[:, 0] > 0
+        busy_s = (means["forward_s"] + means["data_wait_s"])[active]
+        wait_s, train_s, packs, depth = drafters.T
+        seconds, total = max(train_s.mean(), 1e-9), packs.sum()
+        compute_s = np.maximum(train_s - wait_s, 1e-9)
+        data = float(means["data_wait_s"][active].mean() / max(busy_s.mean(), 1e-9)) if active.any() else 0.0
+        return cls(
+            packs_s=total / seconds,
+            tokens_s=float(targets[:, 1 + STATS.index("document_tokens")].sum()) / seconds,
+            target_packs_s=len(targets) / max(busy_s.mean(), 1e-9) if active.any() else 0.0,
+            drafter_packs_s=total / compute_s.mean(),
+            wait_share=float(wait_s.mean() / seconds),
+            data_share=data,
+            q_pre=means["q_pre"].tolist(),
+            q_hs=depth.tolist(),
+            colocated=colocated,
+        )
+
+    def verdict(self) -> str:
+        """Which side holds the other up: drafter ranks that wait are starved by the targets, never the reverse.
+
+        Colocated ranks do both in turn; there it names the side that takes more of their time.
+        """
+        if self.wait_share < 0.1 or (self.colocated and self.drafter_packs_s < self.target_packs_s):
+            return "drafter-bound"
+        return "data-bound" if self.data_share > 0.5 else "target-bound"
+
+
+class RunLog:
+    """Writers of one run.
+
+    Args:
+        folder: run folder.
+        start_step: finished steps of the checkpoint that is resumed, 0 for a fresh run.
+        num_steps: steps of the run.
+        rows_per_epoch: packs in one epoch.
+        packs_per_step: G.
+        flops_per_pack: counted operations, and the peak of all drafter devices together (None on CPU).
+        peak: FLOP/s of all drafter devices together, None if unknown.
+    """
+
+    def __init__(
+        self, folder: Path, *, start_step: int, num_steps: int, epoch_steps: float, flops_per_pack: float, peak: float | None
+    ) -> None:
+        self.folder, self.start_step, self.num_steps, self.epoch_steps = folder, start_step, num_steps, epoch_steps
+        self.flops_per_pack, self.peak = flops_per_pack, peak
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            _cut(folder / name, start_step)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
+        self.board.add_custom_scalars(LAYOUT)
+        self.began = time.monotonic()
+        self.tau = self._last_tau()
+        self.eta_from: tuple[int, float] | None = None
+
+    def _last_tau(self) -> float | None:
+        rows = read_jsonl(self.folder / "evaluations.jsonl")
+        return rows[-1]["pooled"] if rows else None
+
+    def step(self, step: int, values: dict[str, float], pipeline: Pipeline, memory_gib: float) -> None:
+        """Write one logged step."""
+        mfu = pipeline.packs_s * self.flops_per_pack / self.peak if self.peak else None
+        record: dict[str, Any] = {"step": step, **values, "tau": self.tau, "packs_s": pipeline.packs_s}
+        record |= {"tokens_s": pipeline.tokens_s, "target_packs_s": pipeline.target_packs_s}
+        record |= {"drafter_packs_s": pipeline.drafter_packs_s, "wait_share": pipeline.wait_share}
+        record |= {"q_pre": pipeline.q_pre, "q_hs": pipeline.q_hs, "bound": pipeline.verdict(), "mfu": mfu}
+        _append(self.folder / "metrics.jsonl", record)
+        for name, value in values.items():
+            self.board.add_scalar(f"Train/{name}", value, step)
+        for name in ("packs_s", "tokens_s", "target_packs_s", "drafter_packs_s", "wait_share"):
+            self.board.add_scalar(f"Pipeline/{name}", record[name], step)
+        for name in ("q_pre", "q_hs"):
+            for rank, depth in enumerate(record[name]):
+                self.board.add_scalar(f"Pipeline/{name}_{rank}", depth, step)
+        self.board.add_scalar("System/memory_gib", memory_gib, step)
+        if mfu is not None:
+            self.board.add_scalar("System/mfu", mfu, step)
+        logger.info(self._line(step, values, pipeline, mfu))
+
+    def _line(self, step: int, values: dict[str, float], pipeline: Pipeline, mfu: float | None) -> str:
+        now = time.monotonic()
+        if self.eta_from is None:
+            self.eta_from = (step, now)  # the first interval is warm-up
+        done, since = step - self.eta_from[0], now - self.eta_from[1]
+        eta = short_time(since / done * (self.num_steps - step)) if done else "?"
+        tau = f" tau {self.tau:.2f}" if self.tau is not None else ""
+        use = f" mfu {mfu:.0%}" if mfu is not None else ""
+        queues = f"q_pre {_ints(pipeline.q_pre)} q_hs {_ints(pipeline.q_hs)}"
+        return (
+            f"[{short_time(now - self.began)}] step {step} loss {values['loss']:.3f} acc {values['acc']:.3f}"
+            f" streak {values['streak']:.2f}{tau} lr {values['lr']:.1e} | target {pipeline.target_packs_s:.2f} drafter"
+            f" {pipeline.drafter_packs_s:.2f} packs/s {pipeline.tokens_s / 1e3:.2f} ktok/s{use} | {queues} |"
+            f" {pipeline.verdict()} | epoch {step / self.epoch_steps:.2f} eta {eta}"
+        )
+
+    def evaluation(self, step: int, result: Acceptance, name: str) -> None:
+        """Write one evaluation."""
+        low, high = result.interval()
+        record = {"step": step, "name": name, "pooled": result.pooled, "mean": result.mean, "low": low, "high": high}
+        record |= {"prompts": len(result.tokens), "tokens": int(result.tokens.sum()), "rounds": int(result.rounds.sum())}
+        _append(self.folder / "evaluations.jsonl", record)
+        self.tau = result.pooled
+        for tag in ("pooled", "mean", "low", "high"):
+            self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)
+        logger.info(f"held-out {name} acceptance at step {step}: {result.pooled:.3f} [{low:.3f}, {high:.3f}] pooled, {result.mean:.3f} per prompt ({len(result.tokens)} prompts)")
+
+    def close(self) -> None:
+        """Flush, and print what the run achieved."""
+        self.board.close()
+        rows = read_jsonl(self.folder / "evaluations.jsonl")
+        if rows:
+            first, last = rows[0], rows[-1]
+            logger.info(f"held-out acceptance {first['pooled']:.2f} -> {last['pooled']:.2f} [{last['low']:.2f}, {last['high']:.2f}] ({last['prompts']} prompts)")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All complete rows of a file, none if it does not exist."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _cut(path: Path, start_step: int) -> None:
+    kept = [row for row in read_jsonl(path) if start_step and row["step"] <= start_step]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _ints(values: list[float]) -> str:
+    return " ".join(f"{value:.0f}" for value in values)

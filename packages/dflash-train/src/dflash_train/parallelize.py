@@ -1,0 +1,54 @@
+"""Parallelism applied to a finished drafter from outside, in torchtitan's order: compile, then shard."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dflash_model import Drafter
+
+
+def parallelize_drafter(drafter: Drafter, mesh: DeviceMesh, *, dtype: torch.dtype, compile_layers: bool) -> None:
+    """Shard a drafter (on meta) in place: fp32 master weights, compute in ``dtype``, gradients reduced in fp32.
+
+    Layers stay gathered between forward and backward: at 1.7 B parameters that is 3.5 GB, and it saves half of the
+    gathers.
+    """
+    if compile_layers:
+        for layer in drafter.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in drafter.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(drafter, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def fill_sharded(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy full tensors into the shards of this rank, one at a time, so that host memory holds one tensor.
+
+    The values do not depend on how many ranks share them.
+    """
+    parameters = dict(drafter.named_parameters())
+    with torch.no_grad():
+        for name, full in tensors:
+            parameter = parameters.pop(name)
+            if not isinstance(parameter, DTensor):
+                parameter.copy_(full)
+                continue
+            shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            parameter.to_local().copy_(full[offset[0] : offset[0] + shape[0]])
+    assert not parameters, f"no values for {sorted(parameters)}"
+
+
+def full_state(drafter: Drafter) -> dict[str, Tensor]:
+    """All parameters, gathered one by one to bf16 on the CPU; every rank of the mesh must call it."""
+    state = {}
+    for name, parameter in drafter.named_parameters():
+        value = parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        state[name] = whole.to("cpu", torch.bfloat16)
+    return state

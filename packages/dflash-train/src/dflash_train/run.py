@@ -1,0 +1,164 @@
+"""One rank's way through a job: meet the others, build this rank's part, work, leave."""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from dflash_data.pipeline import hidden_states
+from dflash_data.synthetic import write_synthetic
+from dflash_data.target import ShardedTarget, TargetModel, write_random_target
+from dflash_model import UserError
+from dflash_train.channel import LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
+from dflash_train.checkpoint import Checkpointer, find_resume_step
+from dflash_train.flops import pack_flops
+from dflash_train.job import DTYPES, Job
+from dflash_train.mesh import Meshes, make_meshes
+from dflash_train.metrics import RunLog, logger, start_logging
+from dflash_train.titan import peak_flops
+from dflash_train.trainer import Course, Trainer, make_packs
+
+
+def pick_device(job: Job) -> torch.device:
+    """This rank's device; ranks beyond the number of GPUs share them in turn.
+
+    Raises:
+        UserError: cuda is asked for and absent.
+    """
+    wanted = job.config.mesh.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("mesh.device is cuda; torch sees no GPU here")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def run_job(job: Job) -> None:
+    """Run this rank's part of a job to its end.
+
+    Raises:
+        UserError: something that only shows once the data is open or an old run is found.
+        ChannelError: a peer is gone or frozen.
+    """
+    device = pick_device(job)
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=job.config.channel.start_timeout_seconds)
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo", timeout=timeout)
+        else:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    meshes = make_meshes(job.split, device, job.config.channel.start_timeout_seconds)
+    job = _materialise(job)
+    data = job.open_data()
+    collator = job.collator(data)
+    identity = job.identity(data.ledger.fingerprint)
+    start_step = find_resume_step(job.run_dir / "checkpoints", identity)
+    _agree({"start_step": start_step, **identity})
+    steps = job.config.trainer.steps
+    if start_step == steps:
+        if meshes.rank == 0:
+            print(f"run.dir {job.run_dir} is complete at step {steps}; raise trainer.steps in another run.dir, or remove it", flush=True)
+        return
+    schedule = job.schedule(collator, start_step)
+    epoch_steps = len(collator.train_plan) / job.config.trainer.packs_per_step
+    own_text = set(data.ledger.generated_by) == {job.target.name}
+    course = Course(schedule, start_step, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced")
+    if meshes.target is not None:
+        layers = job.drafter.target_layer_ids
+        target = ShardedTarget(
+            job.target, layers, mesh=meshes.target, dtype=DTYPES[job.config.target.dtype],
+            reshard=job.config.target.reshard_after_forward,
+        )  # fmt: skip
+        packs = hidden_states(
+            schedule, collator, target, rank=meshes.rank, num_targets=job.split.num_targets,
+            num_workers=job.config.data.workers, prefetch=job.config.data.prefetch,
+        )  # fmt: skip
+    section = job.config.channel
+    timeouts = Timeouts(section.start_timeout_seconds, section.timeout_seconds)
+    if meshes.drafter is None:
+        assert meshes.channel is not None
+        make_packs(packs, SendingChannel(job.layout(), job.split, meshes.channel, device, timeouts))
+    else:
+        receiver: Receiver
+        if meshes.channel is None:
+            receiver = LocalChannel(job.layout(), packs)
+        else:
+            receiver = ReceivingChannel(
+                job.layout(), schedule, job.split, group=meshes.channel, device=device, depth=section.depth, timeouts=timeouts
+            )
+        _train(job, meshes, course, receiver, identity)
+
+
+def _materialise(job: Job) -> Job:
+    """Rank 0 writes what the configuration only describes: random targets, synthetic data, the run folder."""
+    folder = job.target.folder or job.run_dir / "target"
+    if dist.get_rank() == 0:
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            write_random_target(job.target.config, folder, job.config.run.seed)
+        section = job.config.data
+        if section.synthetic_documents and not job.data_dir.is_dir():
+            write_synthetic(
+                job.data_dir, documents=section.synthetic_documents, max_length=min(section.seq_len, 96),
+                vocab_size=job.drafter.vocab_size, seed=job.config.run.seed,
+            )  # fmt: skip
+        resolved = OmegaConf.to_yaml(OmegaConf.structured(job.config))
+        (job.run_dir / "config.yaml").write_text(resolved)
+    dist.barrier()
+    return Job(job.config, job.split, TargetModel(job.target.config, folder), job.drafter)
+
+
+def _agree(facts: dict[str, Any]) -> None:
+    """All ranks must see the same data and checkpoints (they may be on several nodes).
+
+    Raises:
+        UserError: naming the first fact that differs.
+    """
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, facts)
+    for rank, other in enumerate(everyone):
+        for name, value in facts.items():
+            if other[name] != value:
+                raise UserError(f"rank {rank} sees {name} = {other[name]}, rank {dist.get_rank()} sees {value}; all ranks need the same data.path and run.dir contents")
+
+
+def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identity: dict[str, Any]) -> None:
+    first = job.split.drafter_rank(meshes.rank) == 0
+    log = None
+    if first:
+        start_logging(job.run_dir / "log.txt")
+        peak = peak_flops(meshes.device)
+        log = RunLog(
+            job.run_dir,
+            start_step=course.start_step,
+            num_steps=job.config.trainer.steps,
+            epoch_steps=course.epoch_steps,
+            flops_per_pack=pack_flops(job.drafter, job.config.data.seq_len, job.config.data.anchors_per_pack),
+            peak=peak * job.split.num_drafters if peak else None,
+        )
+        begin = f"resuming at step {course.start_step}" if course.start_step else "starting"
+        logger.info(f"{begin}: {job.split.describe()} on {meshes.device.type}, {job.config.trainer.steps} steps of {job.config.trainer.packs_per_step} packs of {job.config.data.seq_len} tokens, target layers {list(job.drafter.target_layer_ids)}, run folder {job.run_dir}")
+    began = time.perf_counter()
+    checkpoint_group = meshes.checkpoint
+    assert checkpoint_group is not None
+    checkpointer = Checkpointer(job.run_dir / "checkpoints", checkpoint_group, job.config.checkpoint.keep, identity)
+    trainer = Trainer(job, meshes, course, receiver=receiver, checkpointer=checkpointer, log=log)
+    if log is not None:
+        logger.info(f"drafter ready in {time.perf_counter() - began:.1f} s")
+    trainer.run()
+    if log is not None:
+        log.close()
+
+
+def leave() -> None:
+    """Tear the process groups down after the last rank has finished."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+

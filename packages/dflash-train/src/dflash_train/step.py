@@ -1,0 +1,128 @@
+"""One pack through the drafter: blocks, forward, head and loss, and what the metrics need.
+
+Legend: S context tokens, A anchors, K block size, Q = A*K, D drafter width, R supervised slots.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_data.packs import HiddenPack
+from dflash_data.target import FrozenEnds
+from dflash_model import Drafter, DrafterConfig, DraftInputs
+from dflash_model.attention import Mask
+from dflash_model.mask import dense_mask, sparse_mask
+from dflash_train.loss import frozen_head_loss
+
+
+def draft_inputs(tensors: dict[str, Tensor], ends: FrozenEnds, config: DrafterConfig, dtype: torch.dtype) -> DraftInputs:
+    """Blocks ``[anchor, MASK, …]``, their positions and masks; a BlockMask on a GPU, a dense one elsewhere.
+
+    Args:
+        tensors: fields of a pack on the device.
+        ends: the target's embedding and head.
+        config: the drafter.
+        dtype: compute type.
+    """
+    anchor_A = tensors["anchor_A"].long()
+    first_A = tensors["first_A"].long()
+    num_anchors, block_size = len(anchor_A), config.block_size
+    ids_AK = torch.full((num_anchors, block_size), config.mask_token_id, device=anchor_A.device)
+    ids_AK[:, 0] = tensors["input_ids_S"][anchor_A]
+    position_AK = tensors["position_S"][anchor_A][:, None] + torch.arange(block_size, device=anchor_A.device)
+    build = sparse_mask if anchor_A.device.type == "cuda" else dense_mask
+    context_len = len(tensors["input_ids_S"])
+    masks: dict[str, Mask] = {
+        kind: build(
+            first_A[None], anchor_A[None], context_len, block_size,
+            window=config.window(kind), causal=config.causal_in_block(kind),
+        )
+        for kind in sorted(set(config.layer_types))
+    }  # fmt: skip
+    return DraftInputs(
+        embedding_BQD=ends.embed(ids_AK.view(1, -1)).to(dtype),
+        context_BSE=tensors["context_SE"][None].to(dtype),
+        context_position_BS=tensors["position_S"][None],
+        block_position_BQ=position_AK.view(1, -1),
+        masks=masks,
+    )
+
+
+class Tally:
+    """Sums for the metrics of one logging interval, on the device until they are read.
+
+    Layout of the vector: loss, weight, blocks, then K entries each of: right, supervised, right with all earlier
+    slots right, supervised with all earlier slots right.
+    """
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.sums = torch.zeros(3 + 4 * block_size, dtype=torch.float64, device=device)
+
+    def add(self, loss_sum: Tensor, weight_sum: Tensor, right_AK: Tensor, supervised_AK: Tensor) -> None:
+        """Add one pack."""
+        run_AK = (right_AK | ~supervised_AK).long().cumprod(-1).bool()  # slot 0 is never supervised
+        before_AK = torch.cat((torch.ones_like(run_AK[:, :1]), run_AK[:, :-1]), dim=1)
+        eligible_AK = supervised_AK & before_AK
+        head = torch.stack((loss_sum.double(), weight_sum.double(), supervised_AK[:, 1].sum().double()))
+        slots = torch.stack([x.sum(0) for x in (right_AK, supervised_AK, right_AK & eligible_AK, eligible_AK)])
+        self.sums += torch.cat((head, slots.double().flatten()))
+
+    @staticmethod
+    def read(sums: list[float], block_size: int) -> dict[str, float]:
+        """Names and values from (reduced) sums.
+
+        ``acc`` is the share of supervised slots that are right; ``acc_k`` the same for slot k; ``acc_given_prefix_k``
+        counts only blocks whose earlier slots are all right; ``streak`` is the mean run of right slots in a block,
+        without the bonus token.
+        """
+        loss, weight, blocks = sums[:3]
+        right, supervised, run, eligible = (sums[3 + i * block_size : 3 + (i + 1) * block_size] for i in range(4))
+        values = {
+            "loss": loss / weight if weight else float("nan"),
+            "acc": sum(right) / max(sum(supervised), 1.0),
+            "streak": sum(run) / max(blocks, 1.0),
+        }
+        for slot in range(1, block_size):
+            values[f"acc_{slot}"] = right[slot] / max(supervised[slot], 1.0)
+            values[f"acc_given_prefix_{slot}"] = run[slot] / max(eligible[slot], 1.0)
+        return values
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """Forward and loss of one pack."""
+
+    drafter: Drafter
+    ends: FrozenEnds
+    dtype: torch.dtype
+    chunk_rows: int
+
+    def loss(self, pack: HiddenPack, tally: Tally) -> tuple[Tensor, Tensor]:
+        """Sum of weighted losses (to be backpropagated) and sum of weights, both on the device.
+
+        The supervised slots are known to the host, so only their rows go through the head and nothing waits for the
+        device.
+        """
+        config, device = self.drafter.config, pack.tensors["anchor_A"].device
+        rows_R = pack.host["weight_AK"].flatten().nonzero()[:, 0].to(device, non_blocking=True)
+        weight_AK, label_AK = pack.tensors["weight_AK"], pack.tensors["label_AK"]
+        hidden_QD = self.drafter(draft_inputs(pack.tensors, self.ends, config, self.dtype))[0]
+        label_R = label_AK.flatten()[rows_R].long()
+        loss_sum, choice_R = frozen_head_loss(
+            hidden_QD[rows_R], self.ends.head_VD, label_R, weight_AK.flatten()[rows_R], self.chunk_rows
+        )
+        right_AK = torch.zeros_like(label_AK, dtype=torch.bool)
+        right_AK.view(-1)[rows_R] = choice_R == label_R
+        weight_sum = weight_AK.sum()
+        tally.add(loss_sum.detach(), weight_sum, right_AK, weight_AK > 0)
+        return loss_sum, weight_sum
+
+    @torch.no_grad()
+    def choices(self, tensors: dict[str, Tensor], rows_R: Tensor) -> Tensor:
+        """Argmax tokens of the chosen slots, no loss: for evaluation."""
+        hidden_QD = self.drafter(draft_inputs(tensors, self.ends, self.drafter.config, self.dtype))[0]
+        label_R = torch.zeros_like(rows_R)
+        weight_R = torch.zeros(len(rows_R), device=rows_R.device)
+        return frozen_head_loss(hidden_QD[rows_R], self.ends.head_VD, label_R, weight_R, self.chunk_rows)[1]

@@ -1,0 +1,52 @@
+"""Everything taken from torchtitan 0.3, in the one module that imports it.
+
+Only parts that work as a library on torch 2.11 and later, on CPU and GPU: optimizer and schedule containers, gradient
+clipping, garbage-collection control, the peak-FLOPs table.
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.tools.utils import GarbageCollection, get_peak_flops
+
+from dflash_train.config import OptimizerSection
+
+__all__ = ["GarbageCollection", "LRSchedulersContainer", "OptimizersContainer", "build_optimizer", "clip_gradients", "peak_flops"]
+
+NORMS = r"norm.*\.weight$"
+
+# Its informative lines (parameter groups, one line a collection) would drown ours; warnings still show.
+logging.getLogger("torchtitan").setLevel(logging.WARNING)
+logging.getLogger().setLevel(logging.WARNING)
+
+
+def build_optimizer(
+    model: nn.Module, section: OptimizerSection, steps: int
+) -> tuple[OptimizersContainer, LRSchedulersContainer]:
+    """Fused AdamW over the sharded fp32 weights, norms without decay; linear warmup, then cosine."""
+    shared = {"lr": section.lr, "betas": (section.beta1, section.beta2)}
+    config = OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern=NORMS, optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": 0.0}),
+            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": section.weight_decay}),
+        ],
+        implementation="fused",
+    )
+    optimizers = config.build(model_parts=[model])
+    schedule = LRSchedulersContainer.Config(
+        warmup_steps=max(1, round(section.warmup_ratio * steps)), decay_type="cosine", min_lr_factor=section.min_lr_ratio
+    )
+    return optimizers, schedule.build(optimizers=optimizers, training_steps=steps)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Clip over all shards; returns the norm before clipping, on the device."""
+    return clip_grad_norm_(model.parameters(), max_norm)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of the device by its name, or None on a CPU."""
+    return float(get_peak_flops(torch.cuda.get_device_name(device))) if device.type == "cuda" else None
