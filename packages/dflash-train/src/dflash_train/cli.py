@@ -62,12 +62,11 @@ def parse(schema: type[Config], argv: list[str], usage: str, default_config: str
             merged = _merge(merged, _read_yaml(file), known, file)
             merged = OmegaConf.merge(merged, {"config": file})
         merged = _merge(merged, OmegaConf.from_dotlist([f"{k}={_listed(schema, k, v)}" for k, v in given.items()]), known, "command line")
+        for name in sorted(OmegaConf.missing_keys(merged)):
+            raise UserError(f"{name} is not set; give it in the config file or as {name}=…")
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        name = error.full_key or "a key"
-        if OmegaConf.is_missing(merged, name) if name in known else False:
-            raise UserError(f"{name} is not set; give it in the config file or as {name}=…") from error
-        raise UserError(f"{name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{error.full_key or 'a key'}: {str(error).splitlines()[0]}") from error
 
 
 def _read_yaml(file: str) -> DictConfig:
