@@ -24,8 +24,9 @@ class Documents:
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Token ids and loss mask of one document."""
-        row = self.rows[index]
-        return np.asarray(row["input_ids"], dtype=np.int32), np.asarray(row["loss_mask"], dtype=np.bool_)
+        table = self.rows[index]  # an Arrow table of one row
+        ids, mask = (table.column(name)[0].values for name in ("input_ids", "loss_mask"))
+        return ids.to_numpy(), mask.to_numpy(zero_copy_only=False)
 
 
 @dataclass(frozen=True)
@@ -60,4 +61,4 @@ def _open(folder: Path) -> Documents:
     rows = load_from_disk(str(folder))
     assert isinstance(rows, Dataset)
     columns = {name: rows.data.column(name).to_numpy() for name in ("length", "supervised")}
-    return Documents(rows.with_format("numpy"), columns["length"].astype(np.int64), columns["supervised"].astype(np.int64))
+    return Documents(rows.with_format("arrow"), columns["length"].astype(np.int64), columns["supervised"].astype(np.int64))
