@@ -27,9 +27,9 @@ from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.step import DraftStep, Tally
-from dflash_train.titan import build_optimizer, clip_gradients
+from dflash_train.titan import apply_gradients, build_optimizer
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936, "num_target_layers": 36},
     "qwen3.6-27b": {"hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248320, "num_target_layers": 64},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_target_layers": 8},
@@ -62,7 +62,10 @@ def random_pack(bench: StepBench, config: DrafterConfig, device: torch.device, s
     doc = (np.arange(bench.seq_len) * bench.documents // bench.seq_len).astype(np.int32)
     starts = np.flatnonzero(np.diff(doc, prepend=-1))
     position = (np.arange(bench.seq_len) - starts[doc]).astype(np.int32)
-    ids, mask = rng.integers(0, config.vocab_size, bench.seq_len).astype(np.int32), np.ones(bench.seq_len, dtype=np.bool_)
+    ids, mask = (
+        rng.integers(0, config.vocab_size, bench.seq_len).astype(np.int32),
+        np.ones(bench.seq_len, dtype=np.bool_),
+    )
     anchors = sample_anchors(mask, doc, bench.anchors, rng)
     host = make_blocks(ids, mask, doc, anchors, bench.anchors, config.block_size, default_gamma(config.block_size))
     host |= {"input_ids_S": torch.from_numpy(ids), "position_S": torch.from_numpy(position)}
@@ -107,7 +110,7 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
     config = DrafterConfig(
         **sizes, num_layers=bench.num_layers, num_heads=32, num_kv_heads=8, head_dim=128,
         target_layer_ids=tuple(range(1, 6)), block_size=bench.block_size, mask_token_id=sizes["vocab_size"] - 1,
-        layer_types=(SLIDING,) * sliding + (FULL,) * (bench.num_layers - sliding), sliding_window=2048 if sliding else None,
+        layer_types=(SLIDING,) * sliding + (FULL,) * (bench.num_layers - sliding), sliding_window=2048,
     )  # fmt: skip
     with torch.device("meta"):
         drafter = Drafter(config)
@@ -125,17 +128,14 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
     def one_step() -> None:
         loss_sum, weight_sum = step.loss(packs[next(calls) % len(packs)], tally)
         loss_sum.backward()
-        scale = 1 / weight_sum
-        torch._foreach_mul_([p.grad.to_local() for p in drafter.parameters()], scale)
-        clip_gradients(drafter, 1.0)
-        optimizers.step()
-        schedule.step()
-        optimizers.zero_grad()
+        apply_gradients(drafter, optimizers, schedule, scale=1 / weight_sum, max_norm=1.0)
 
     times = timed(one_step, device, warmup=bench.warmup, repeats=bench.repeats)
     flops, ceiling = pack_flops(config, bench.seq_len, bench.anchors), measured_ceiling(device, DTYPES[bench.dtype])
     if bench.profile and device.type == "cuda":
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        ) as profile:
             one_step()
             torch.cuda.synchronize()
         with open(bench.profile, "w") as file:
@@ -146,7 +146,8 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": sliding,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
-        "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12, "achieved_tflop_s": flops / median / 1e12,
+        "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
+        "achieved_tflop_s": flops / median / 1e12,
         "ceiling_tflop_s": ceiling / 1e12, "share_of_ceiling": flops / median / ceiling,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "loss": float(tally.sums[0] / tally.sums[1]),

@@ -61,6 +61,7 @@ def _convert(gguf: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
+    assert tokenizer is not None
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
     model.save_pretrained(work)

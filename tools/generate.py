@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash_data.chat import load_tokenizer, render
 from dflash_data.regenerate import stop_token_ids
 from dflash_data.target import find_target
 from dflash_model import Drafter, Generation, UserError, generate, load_drafter
@@ -48,16 +49,18 @@ def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTr
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[section.dtype]
     target = find_target(section.path, None)
     drafter = load_drafter(Path(drafter_path), dtype=dtype, device=device)
-    for name, value in (("hidden_size", target.config.hidden_size), ("vocab_size", target.config.vocab_size), ("num_target_layers", target.config.num_hidden_layers)):
+    for name, value in (
+        ("hidden_size", target.config.hidden_size),
+        ("vocab_size", target.config.vocab_size),
+        ("num_target_layers", target.config.num_hidden_layers),
+    ):
         if getattr(drafter.config, name) != value:
-            raise UserError(f"drafter.path ({drafter_path}) has {name} {getattr(drafter.config, name)}, target.path ({section.path}) has {value}; they do not belong together")
-    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype).to(device).eval()
-    return drafter, model, AutoTokenizer.from_pretrained(section.tokenizer or target.folder)
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation up to the assistant's turn."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            raise UserError(
+                f"drafter.path ({drafter_path}) has {name} {getattr(drafter.config, name)}, target.path"
+                f" ({section.path}) has {value}; they do not belong together"
+            )
+    model = AutoModelForCausalLM.from_pretrained(target.location, dtype=dtype).to(device).eval()
+    return drafter, model, load_tokenizer(section.tokenizer or target.location)
 
 
 def describe(name: str, result: Generation) -> str:
@@ -74,7 +77,7 @@ def main(argv: list[str]) -> int:
     if not config.prompt:
         raise UserError('prompt is not set; give it as prompt="…"')
     drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
-    ids = encode_prompt(tokenizer, [{"role": "user", "content": config.prompt}])
+    ids = render(tokenizer, [{"role": "user", "content": config.prompt}], generation_prompt=True)
     stops = stop_token_ids(target, tokenizer)
     shown: list[int] = []
 
@@ -83,7 +86,9 @@ def main(argv: list[str]) -> int:
         shown.extend(new)
         print(tokenizer.decode(shown, skip_special_tokens=True)[len(before) :], end="", flush=True)
 
-    drafted = generate(drafter, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops, on_tokens=stream)
+    drafted = generate(
+        drafter, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops, on_tokens=stream
+    )
     print("\n" + describe("with drafting   ", drafted))
     if not config.compare:
         return 0
@@ -94,7 +99,11 @@ def main(argv: list[str]) -> int:
         print("texts equal")
         return 0
     at = next((i for i, (a, b) in enumerate(zip(plain.token_ids, drafted.token_ids, strict=False)) if a != b), -1)
-    print(f"texts differ from token {at} ({config.target.dtype}; in bfloat16 a block and single steps can round differently)", file=sys.stderr)
+    print(
+        f"texts differ from token {at} ({config.target.dtype}; in bfloat16 a block and single steps can round"
+        " differently)",
+        file=sys.stderr,
+    )
     return 1 if config.target.dtype == "float32" else 0
 
 

@@ -1,9 +1,8 @@
-"""Tokenize conversations for training: python tools/prepare.py config=FILE data.sources=a.jsonl,b.jsonl data.path=DIR"""
+"""Tokenize conversations: python tools/prepare.py config=FILE data.sources=a.jsonl,b.jsonl data.path=DIR"""
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
+from dflash_data.chat import load_tokenizer
 from dflash_data.prepare import Ledger, prepare
 from dflash_data.sources import check_sources
 from dflash_data.target import find_target
@@ -25,7 +24,7 @@ def main(argv: list[str]) -> int:
     ledger, reused = prepare(
         paths,
         out,
-        AutoTokenizer.from_pretrained(source),
+        load_tokenizer(source),
         max_length=config.data.seq_len,
         heldout_ratio=config.data.heldout_ratio,
         options=config.data.template_options,

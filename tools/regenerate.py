@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from dflash_data.chat import load_tokenizer
 from dflash_data.regenerate import regenerate
 from dflash_data.sources import check_sources, read_rows
 from dflash_data.target import find_target
@@ -43,8 +44,8 @@ def main(argv: list[str]) -> int:
     progress_file = out.with_name(out.name + ".progress")  # prompts done; the output file lacks the dropped ones
     done = int(progress_file.read_text()) if progress_file.is_file() and out.is_file() else 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(target.folder)
-    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=DTYPES[config.target.dtype]).to(device)
+    tokenizer = load_tokenizer(target.location)
+    model = AutoModelForCausalLM.from_pretrained(target.location, dtype=DTYPES[config.target.dtype]).to(device)
     results = regenerate(
         model,
         tokenizer,
@@ -64,7 +65,11 @@ def main(argv: list[str]) -> int:
                 file.flush()
                 progress_file.write_text(str(done))
     progress_file.unlink(missing_ok=True)
-    print(f"{out}: {done - dropped} of {len(rows)} prompts; {dropped} responses did not survive decoding and encoding, {len(rows) - len(usable)} rows had no messages", file=sys.stderr)
+    print(
+        f"{out}: {done - dropped} of {len(rows)} prompts; {dropped} responses did not survive decoding and encoding,"
+        f" {len(rows) - len(usable)} rows had no messages",
+        file=sys.stderr,
+    )
     return 0
 
 

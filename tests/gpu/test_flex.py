@@ -22,7 +22,10 @@ def test_flex_equals_dense(compiled: bool, block_size: int) -> None:
     anchor = anchor.cuda()[None]
     block = torch.randn(1, num * block_size, config.hidden_size, generator=generator).cuda()
     features = torch.randn(1, context, config.context_size, generator=generator).cuda()
-    positions = torch.arange(context, device="cuda")[None], (anchor[..., None] + torch.arange(block_size, device="cuda")).view(1, -1)
+    positions = (
+        torch.arange(context, device="cuda")[None],
+        (anchor[..., None] + torch.arange(block_size, device="cuda")).view(1, -1),
+    )
     weight = torch.randn(1, num * block_size, config.hidden_size, generator=generator).cuda()
     results = []
     for build in (dense_mask, sparse_mask):
@@ -31,7 +34,9 @@ def test_flex_equals_dense(compiled: bool, block_size: int) -> None:
             for layer in drafter.layers:
                 layer.compile(dynamic=False, fullgraph=True)
         masks = {
-            kind: build(first, anchor, context, block_size, window=config.window(kind), causal=config.causal_in_block(kind))
+            kind: build(
+                first, anchor, context, block_size, window=config.window(kind), causal=config.causal_in_block(kind)
+            )
             for kind in (FULL, SLIDING)
         }
         out = drafter(DraftInputs(block, features, *positions, masks))

@@ -18,12 +18,16 @@ LAYOUTS = {"full": (FULL, FULL), "4+1": (SLIDING,) * 4 + (FULL,), "sliding": (SL
 
 def masks_for(config: DrafterConfig, first: torch.Tensor, anchor: torch.Tensor, context: int) -> dict[str, Mask]:
     return {
-        kind: dense_mask(first, anchor, context, config.block_size, window=config.window(kind), causal=config.causal_in_block(kind))
+        kind: dense_mask(
+            first, anchor, context, config.block_size, window=config.window(kind), causal=config.causal_in_block(kind)
+        )
         for kind in set(config.layer_types)
     }
 
 
-def reference_model(config: DrafterConfig, state: dict[str, torch.Tensor], dtype: torch.dtype) -> reference.DFlashDraftModel:
+def reference_model(
+    config: DrafterConfig, state: dict[str, torch.Tensor], dtype: torch.dtype
+) -> reference.DFlashDraftModel:
     model = reference.DFlashDraftModel(Qwen3Config(**config.to_dict())).to(dtype).eval()
     missing = model.load_state_dict(state, strict=True)
     assert not missing.missing_keys
@@ -33,7 +37,9 @@ def reference_model(config: DrafterConfig, state: dict[str, torch.Tensor], dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_equals_the_reference_with_and_without_cache(layout: str, block_size: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_the_reference_with_and_without_cache(
+    layout: str, block_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
     """One drafting call after 21 context tokens, whole and fed to the cache in two parts."""
     config = tiny_config(LAYOUTS[layout], block_size=block_size, sliding_window=18 if layout != "full" else None)
     drafter = tiny_drafter(config, dtype)
@@ -60,7 +66,9 @@ def test_equals_the_reference_with_and_without_cache(layout: str, block_size: in
             ),
             cache,
         )  # fmt: skip
-        later = DraftInputs(block, context[:, early:], positions[:, early:context_len], positions[:, context_len:], masks)
+        later = DraftInputs(
+            block, context[:, early:], positions[:, early:context_len], positions[:, context_len:], masks
+        )
         assert (drafter(later, cache) - expected).abs().max() < tolerance
     assert cache.length == context_len
 
@@ -73,7 +81,9 @@ def test_training_forward_equals_drafting(layout: str) -> None:
     rng = np.random.default_rng(3)
     _, _, doc = packed_row(rng, 3, 90)
     position = np.concatenate([np.arange((doc == number).sum()) for number in (0, 1, 2, -1)])
-    anchors = np.sort(np.concatenate([np.flatnonzero(doc == number)[[0, 5, -1]] for number in (0, 1, 2)])).astype(np.int32)
+    anchors = np.sort(np.concatenate([np.flatnonzero(doc == number)[[0, 5, -1]] for number in (0, 1, 2)])).astype(
+        np.int32
+    )
     first = torch.from_numpy(first_of_document(doc, anchors)).long()[None]
     anchor = torch.from_numpy(anchors).long()[None]
     torch.manual_seed(4)

@@ -11,7 +11,9 @@ from support.tiny import packed_row
 CASES = [(None, False), (40, True), (40, False), (None, True)]
 
 
-def brute_force(first: list[int], anchor: list[int], context: int, size: int, window: int | None, causal: bool) -> np.ndarray:
+def brute_force(
+    first: list[int], anchor: list[int], context: int, size: int, window: int | None, causal: bool
+) -> np.ndarray:
     num = len(anchor) * size
     out = np.zeros((num, context + num), dtype=bool)
     for q in range(num):

@@ -6,13 +6,40 @@ turn; both must be prefixes of the whole conversation's tokens, and the span mus
 conversation for which that does not hold is refused by name, never masked by guess.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dflash_model.errors import UserError
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """A tokenizer by folder or hub name.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer at {source}: {str(error).splitlines()[0]}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, generation_prompt: bool, **options: object
+) -> list[int]:
+    """Tokens of a conversation by the chat template."""
+    apply = cast(Callable[..., list[int]], tokenizer.apply_chat_template)
+    return apply(messages, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False, **options)
 
 
 class Refused(Exception):
@@ -61,14 +88,12 @@ class ChatEncoder:
                     end -= 1
                 mask[begin:end] = [True] * (end - begin)
         ids, mask = ids[: self.max_length], mask[: self.max_length]
-        if not any(a and b for a, b in zip(mask, mask[1:], strict=False)):
+        if not any(a and b for a, b in pairwise(mask)):
             raise Refused("fewer than two supervised tokens in a row")
         return Encoded(ids, mask)
 
     def _render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False, **self.options
-        )
+        return render(self.tokenizer, messages, generation_prompt=generation_prompt, **self.options)
 
     def _turn_span(self, messages: list[Message], index: int, ids: list[int]) -> tuple[int, int]:
         """First and one-past-last token of an assistant turn, its end-of-turn token included."""
@@ -80,7 +105,7 @@ class ChatEncoder:
         end = next((i for i in range(len(upto), len(before), -1) if upto[i - 1] in special), None)
         if end is None:
             raise Refused("the chat template ends the assistant turn with no special token")
-        if self.tokenizer.decode(upto[len(before) : end - 1]).strip() != messages[index]["content"].strip():
+        if str(self.tokenizer.decode(upto[len(before) : end - 1])).strip() != messages[index]["content"].strip():
             raise Refused("the rendered assistant turn differs from its text")
         return len(before), end
 

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from numpy.typing import NDArray
 
@@ -24,7 +26,7 @@ class Documents:
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Token ids and loss mask of one document."""
-        table = self.rows[index]  # an Arrow table of one row
+        table = cast(pa.Table, self.rows[index])  # the split is opened in Arrow format
         ids, mask = (table.column(name)[0].values for name in ("input_ids", "loss_mask"))
         return ids.to_numpy(), mask.to_numpy(zero_copy_only=False)
 
@@ -46,14 +48,20 @@ def open_prepared(folder: Path, seq_len: int) -> PreparedData:
     """
     ledger = read_ledger(folder)
     if ledger is None:
-        raise UserError(f"data.path is {folder}; there is no prepared dataset there (make one: python tools/prepare.py config=… data.path={folder} data.sources=…)")
+        raise UserError(
+            f"data.path is {folder}; there is no prepared dataset there (make one: python tools/prepare.py config=…"
+            f" data.path={folder} data.sources=…)"
+        )
     disable_progress_bars()
     train, heldout = (_open(folder / split) for split in ("train", "heldout"))
     if not len(train):
         raise UserError(f"data.path is {folder}; its training split has no rows")
     longest = int(max(split.lengths.max(initial=0) for split in (train, heldout)))
     if longest > seq_len:
-        raise UserError(f"data.seq_len is {seq_len}; the dataset at {folder} was prepared with documents of up to {longest} tokens: prepare it again with data.seq_len={seq_len}")
+        raise UserError(
+            f"data.seq_len is {seq_len}; the dataset at {folder} was prepared with documents of up to {longest}"
+            f" tokens: prepare it again with data.seq_len={seq_len}"
+        )
     return PreparedData(train, heldout, ledger)
 
 
@@ -61,4 +69,6 @@ def _open(folder: Path) -> Documents:
     rows = load_from_disk(str(folder))
     assert isinstance(rows, Dataset)
     columns = {name: rows.data.column(name).to_numpy() for name in ("length", "supervised")}
-    return Documents(rows.with_format("arrow"), columns["length"].astype(np.int64), columns["supervised"].astype(np.int64))
+    return Documents(
+        rows.with_format("arrow"), columns["length"].astype(np.int64), columns["supervised"].astype(np.int64)
+    )

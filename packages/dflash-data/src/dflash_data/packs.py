@@ -101,7 +101,16 @@ class PackLayout:
         item = pack.item
         views["header"].copy_(torch.tensor([item.index, item.stream, item.number]))
         views["stats"].copy_(torch.tensor([stats[name] for name in STATS], dtype=torch.float64))
-        for name in ("input_ids_S", "position_S", "doc_S", "loss_mask_S", "anchor_A", "first_A", "label_AK", "weight_AK"):
+        for name in (
+            "input_ids_S",
+            "position_S",
+            "doc_S",
+            "loss_mask_S",
+            "anchor_A",
+            "first_A",
+            "label_AK",
+            "weight_AK",
+        ):
             views[name].copy_(getattr(pack, name))
         views["context_SE"].copy_(context_SE, non_blocking=True)
 

@@ -60,7 +60,12 @@ def is_heldout(messages: list[dict[str, Any]], ratio: float) -> bool:
 
 
 def settings_of(
-    paths: list[Path], tokenizer: PreTrainedTokenizerBase, *, max_length: int, heldout_ratio: float, options: dict[str, Any]
+    paths: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    heldout_ratio: float,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """What decides the result; a prepared folder with equal settings is reused."""
     return {
@@ -105,7 +110,9 @@ def prepare(
     if not ledger.rows["train"]:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in ledger.dropped.most_common())
         shutil.rmtree(work)
-        raise UserError(f"data.sources: none of {ledger.rows_in} rows can be trained on ({reasons or 'the files are empty'})")
+        raise UserError(
+            f"data.sources: none of {ledger.rows_in} rows can be trained on ({reasons or 'the files are empty'})"
+        )
     ledger.write(work)
     shutil.rmtree(out, ignore_errors=True)
     work.rename(out)
@@ -118,7 +125,9 @@ def read_ledger(folder: Path) -> Ledger | None:
     if not path.is_file():
         return None
     raw = json.loads(path.read_text())
-    return Ledger(**{**raw, "dropped": Counter(raw["dropped"]), "generated_by": Counter(raw["generated_by"])})
+    ledger = Ledger(**raw)
+    ledger.dropped, ledger.generated_by = Counter(raw["dropped"]), Counter(raw["generated_by"])
+    return ledger
 
 
 def _tokenize(paths: list[Path], work: Path, encoder: ChatEncoder, ledger: Ledger, heldout_ratio: float) -> Ledger:

@@ -4,11 +4,13 @@ A drafter learns what the target would say, so it is trained on text the target 
 are trained this way (paper, appendix A.1). The last assistant turn is generated from everything before it.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_data.chat import render
 
 Row = dict[str, Any]
 
@@ -28,7 +30,8 @@ def greedy_responses(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    out = model.generate(
+    decode = cast(Callable[..., torch.Tensor], model.generate)
+    out = decode(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad,
         eos_token_id=stop_ids,
     )  # fmt: skip
@@ -74,16 +77,13 @@ def _one_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Row], target_name: str, max_new_tokens: int
 ) -> Iterator[tuple[Row, Row | None]]:
     conversations = [prompt_of(row["messages"]) for row in batch]
-    prompts = [
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        for messages in conversations
-    ]
+    prompts = [render(tokenizer, messages, generation_prompt=True) for messages in conversations]
     stops = set(stop_token_ids(model, tokenizer))
     responses = greedy_responses(model, tokenizer, prompts, max_new_tokens)
     for row, messages, response in zip(batch, conversations, responses, strict=True):
         stopped = response[-1] in stops
         body = response[:-1] if stopped else response
-        text = tokenizer.decode(body)
+        text = str(tokenizer.decode(body))
         if not body or tokenizer.encode(text, add_special_tokens=False) != body:
             yield row, None
             continue

@@ -28,7 +28,10 @@ def check_sources(sources: list[str]) -> list[Path]:
         UserError: none given, or one is missing.
     """
     if not sources:
-        raise UserError("data.sources is empty; it takes one or more JSONL files of conversations: data.sources=chat.jsonl,code.jsonl")
+        raise UserError(
+            "data.sources is empty; it takes one or more JSONL files of conversations:"
+            " data.sources=chat.jsonl,code.jsonl"
+        )
     paths = [Path(source).expanduser() for source in sources]
     for path in paths:
         if not path.is_file():

@@ -25,7 +25,13 @@ def write_synthetic(folder: Path, *, documents: int, max_length: int, vocab_size
         ids = rng.integers(0, vocab_size - 1, length).tolist()  # the last id stays free for the mask token
         mask = [False] * prompt + [True] * (length - prompt)
         for split in ("train", "heldout") if number % 8 == 0 else ("train",):
-            row = {"input_ids": ids, "loss_mask": mask, "length": length, "supervised": sum(mask), "source": f"synthetic:{number}"}
+            row = {
+                "input_ids": ids,
+                "loss_mask": mask,
+                "length": length,
+                "supervised": sum(mask),
+                "source": f"synthetic:{number}",
+            }
             writer.write(split, row)
             ledger.rows[split] += 1
             ledger.tokens[split] += length

@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from dflash_data.packs import TokenPack
 from dflash_data.weights import TargetFiles, load_module
 from dflash_model.errors import UserError
-from dflash_model.taps import HiddenTaps, decoder_of, text_config
+from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
 
 # Multipliers and caps between hidden state and logits; the loss would have to apply them, and does not yet.
 UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -44,6 +44,12 @@ class TargetModel:
         """The folder's name, as datasets record who generated their responses."""
         return self.folder.name if self.folder is not None else "inline"
 
+    @property
+    def location(self) -> Path:
+        """The folder of a target that has one (an inline target gets one before it is loaded)."""
+        assert self.folder is not None
+        return self.folder
+
     def build_meta(self, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
         """The causal language model on the meta device, cut after ``num_layers`` layers.
 
@@ -52,13 +58,15 @@ class TargetModel:
         """
         for key in UNSUPPORTED_LOGITS:
             if getattr(self.config, key, None) not in (None, 1.0):
-                raise UserError(f"the target's config has {key} = {getattr(self.config, key)}; such targets are not supported yet")
+                raise UserError(
+                    f"the target's config has {key} = {getattr(self.config, key)}; such targets are not supported yet"
+                )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="sdpa")
         model.eval().requires_grad_(False)
         if num_layers is not None:
             decoder = decoder_of(model)
-            decoder.layers = decoder.layers[:num_layers]
+            decoder.layers = decoder_layers(model)[:num_layers]
             decoder.norm = nn.Identity()  # taps are read before it
         return model
 
@@ -84,7 +92,10 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
     if described is not None:
         for key in inline or {}:
             if getattr(config, key, None) != getattr(described, key):
-                raise UserError(f"target.config.{key} is {getattr(described, key)}; the config at target.path ({path}) has {getattr(config, key, None)}")
+                raise UserError(
+                    f"target.config.{key} is {getattr(described, key)}; the config at target.path ({path}) has"
+                    f" {getattr(config, key, None)}"
+                )
     return TargetModel(config, folder)
 
 
@@ -106,7 +117,9 @@ def _local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(f"target.path is {path}; there is no such folder, and the hub did not provide it ({type(error).__name__})") from error
+        raise UserError(
+            f"target.path is {path}; there is no such folder, and the hub did not provide it ({type(error).__name__})"
+        ) from error
 
 
 def write_random_target(config: PretrainedConfig, folder: Path, seed: int) -> None:
@@ -147,21 +160,23 @@ class ShardedTarget:
     def __init__(
         self, target: TargetModel, layer_ids: tuple[int, ...], *, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool
     ) -> None:
-        assert target.folder is not None
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.device = torch.device(mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         model = target.build_meta(dtype, max(layer_ids) + 1)
-        decoder = decoder_of(model)
+        decoder, layers = decoder_of(model), decoder_layers(model)
         if mesh.size() > 1:  # on one rank sharding would only copy weights
-            for layer in decoder.layers:
+            for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(decoder, mesh=mesh, reshard_after_forward=reshard)
-        files = TargetFiles.find(target.folder)
+        files = TargetFiles.find(target.location)
         load_module(model, decoder, files.prefix, files, self.device)
         self._decoder = decoder
-        self._taps = HiddenTaps(decoder.layers, layer_ids)
+        self._taps = HiddenTaps(layers, layer_ids)
+        kinds = getattr(target.config, "layer_types", None) or []
         self._per_document = [
             _run_per_document(layer.linear_attn)
-            for layer, kind in zip(decoder.layers, getattr(target.config, "layer_types", None) or [], strict=False)
+            for layer, kind in zip(layers, kinds, strict=False)
             if kind == "linear_attention"
         ]
 
@@ -180,9 +195,9 @@ class ShardedTarget:
         return self._taps.take()[0]
 
 
-def _run_per_document(mixer: nn.Module) -> PerDocument:
+def _run_per_document(mixer: Any) -> PerDocument:  # noqa: ANN401 - a module of transformers, by duck
     wrapped = PerDocument(mixer.forward)
-    mixer.forward = wrapped  # type: ignore[method-assign]
+    mixer.forward = wrapped
     return wrapped
 
 
@@ -201,16 +216,18 @@ class FrozenEnds:
     @classmethod
     def load(cls, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> "FrozenEnds":
         """Read both from the target's files."""
-        assert target.folder is not None
         model = target.build_meta(dtype)
         embed = model.get_input_embeddings()
         assert isinstance(embed, nn.Module)
-        files = TargetFiles.find(target.folder)
+        files = TargetFiles.find(target.location)
         load_module(model, embed, files.prefix + "embed_tokens.", files, device)
         name = files.head_name()
         if name is None:
             if not target.config.tie_word_embeddings:
-                raise UserError(f"target.path is {target.folder}; it has no lm_head.weight and its config does not tie it to the embedding")
+                raise UserError(
+                    f"target.path is {target.folder}; it has no lm_head.weight and its config does not tie it to the"
+                    " embedding"
+                )
             return cls(embed, embed.weight.data)  # type: ignore[arg-type]
         head_VD = torch.empty(target.config.vocab_size, target.config.hidden_size, dtype=dtype, device=device)
         files.read_into({name: head_VD})

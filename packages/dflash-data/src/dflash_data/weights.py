@@ -51,10 +51,13 @@ class TargetFiles:
                     file_of.update(dict.fromkeys(file.keys(), path))
         if not file_of:
             raise UserError(f"target.path is {folder}; there are no .safetensors files in it")
-        prefixes = sorted((name.removesuffix(ANCHOR_KEY) for name in file_of if name.endswith(ANCHOR_KEY)), key=len)
+        prefixes = [name.removesuffix(ANCHOR_KEY) for name in file_of if name.endswith(ANCHOR_KEY)]
         if not prefixes:
-            raise UserError(f"target.path is {folder}; no tensor ends in {ANCHOR_KEY}; the file holds {', '.join(sorted(file_of)[:5])} …")
-        return cls(folder, file_of, prefixes[0])
+            raise UserError(
+                f"target.path is {folder}; no tensor ends in {ANCHOR_KEY}; the file holds"
+                f" {', '.join(sorted(file_of)[:5])} …"
+            )
+        return cls(folder, file_of, min(prefixes, key=len))
 
     def head_name(self) -> str | None:
         """The output head's tensor, or None where it is tied to the embedding and not stored."""
@@ -74,15 +77,23 @@ class TargetFiles:
 
     def _file(self, name: str) -> Path:
         if name not in self.file_of:
-            raise UserError(f"target.path is {self.folder}; it has no tensor {name} (it holds {len(self.file_of)}, such as {', '.join(sorted(self.file_of)[:3])})")
+            raise UserError(
+                f"target.path is {self.folder}; it has no tensor {name} (it holds {len(self.file_of)}, such as"
+                f" {', '.join(sorted(self.file_of)[:3])})"
+            )
         return self.file_of[name]
 
 
 def _copy_slice(stored, name: str, tensor: Tensor) -> None:  # noqa: ANN001 - safetensors' slice type is not public
     if stored.get_dtype() not in FLOATS:
-        raise UserError(f"the target's {name} is stored as {stored.get_dtype()}; quantized targets are not supported, only {sorted(FLOATS)}")
+        raise UserError(
+            f"the target's {name} is stored as {stored.get_dtype()}; quantized targets are not supported, only"
+            f" {sorted(FLOATS)}"
+        )
     if list(tensor.shape) != stored.get_shape():
-        raise UserError(f"the target's {name} has shape {stored.get_shape()}; its config describes {list(tensor.shape)}")
+        raise UserError(
+            f"the target's {name} has shape {stored.get_shape()}; its config describes {list(tensor.shape)}"
+        )
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local = tensor.to_local()
@@ -102,7 +113,9 @@ def rebuild_buffers(model: PreTrainedModel, module: nn.Module) -> None:
             model._init_weights(child)
 
 
-def load_module(model: PreTrainedModel, module: nn.Module, prefix: str, files: TargetFiles, device: torch.device) -> None:
+def load_module(
+    model: PreTrainedModel, module: nn.Module, prefix: str, files: TargetFiles, device: torch.device
+) -> None:
     """Allocate ``module`` (built on meta, sharded or not), rebuild its buffers and read its weights."""
     module.to_empty(device=device)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """DFlash drafters: the model, its attention mask, loading, saving and drafting.
 
-    import dflash_model
-    drafter = dflash_model.load_drafter("runs/demo/checkpoints/step-300/dflash", dtype=torch.float32)
-    out = dflash_model.generate(drafter, target, prompt_ids, max_new_tokens=128, stop_token_ids=[eos])
+import dflash_model
+drafter = dflash_model.load_drafter("runs/demo/checkpoints/step-300/dflash", dtype=torch.float32)
+out = dflash_model.generate(drafter, target, prompt_ids, max_new_tokens=128, stop_token_ids=[eos])
 """
 
 from dflash_model.cache import DraftCache

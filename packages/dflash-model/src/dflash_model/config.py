@@ -74,9 +74,14 @@ class DrafterConfig:
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim is {self.head_dim}; rotary embeddings need an even number")
         if self.block_size < 2:
-            raise UserError(f"drafter.block_size is {self.block_size}; a block is the anchor and at least one proposal: 2 or more")
+            raise UserError(
+                f"drafter.block_size is {self.block_size}; a block is the anchor and at least one proposal: 2 or more"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise UserError(f"drafter.mask_token_id is {self.mask_token_id}; the target's vocabulary has ids 0 to {self.vocab_size - 1}")
+            raise UserError(
+                f"drafter.mask_token_id is {self.mask_token_id}; the target's vocabulary has ids 0 to"
+                f" {self.vocab_size - 1}"
+            )
         self._check_taps()
         self._check_layers()
 
@@ -84,14 +89,16 @@ class DrafterConfig:
         ids = self.target_layer_ids
         if not ids or len(set(ids)) != len(ids) or not all(0 <= i < self.num_target_layers for i in ids):
             raise UserError(
-                f"drafter.target_layer_ids is {list(ids)}; it takes distinct layers from 0 to {self.num_target_layers - 1}"
+                f"drafter.target_layer_ids is {list(ids)}; it takes distinct layers from 0 to"
+                f" {self.num_target_layers - 1}"
                 " (0-based, the output of that layer of the target)"
             )
 
     def _check_layers(self) -> None:
         if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {FULL, SLIDING}:
             raise UserError(
-                f"drafter.layer_types is {list(self.layer_types)}; it takes {self.num_layers} entries (drafter.num_layers),"
+                f"drafter.layer_types is {list(self.layer_types)}; it takes {self.num_layers} entries"
+                " (drafter.num_layers),"
                 f" each {FULL} or {SLIDING}"
             )
         if SLIDING in self.layer_types and (self.sliding_window is None or self.sliding_window < self.block_size):

@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dflash_model.attention import Mask
 from dflash_model.cache import DraftCache
 from dflash_model.config import SLIDING
 from dflash_model.drafter import Drafter, DraftInputs
 from dflash_model.mask import dense_mask
 from dflash_model.rollback import RewindableCache
-from dflash_model.taps import HiddenTaps, decoder_of
+from dflash_model.taps import HiddenTaps, decoder_layers
 
 
 @dataclass
@@ -101,7 +102,9 @@ class _Session:
     def __init__(self, drafter: Drafter | None, target: PreTrainedModel) -> None:
         self.drafter, self.target = drafter, target
         self.embed = target.get_input_embeddings()
-        self.head = target.get_output_embeddings()
+        head = target.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        self.head = head
         self.target_cache = RewindableCache(target)
         self.draft_cache = DraftCache()
         self.context_BSE: Tensor | None = None
@@ -113,7 +116,9 @@ class _Session:
     def round(self, last_token: int) -> list[int]:
         """Propose, verify, roll back; return the committed tokens."""
         anchor = torch.tensor([[last_token]], device=self.target.device)
-        block_BK = anchor if self.drafter is None else torch.cat((anchor, self._propose(self.drafter, last_token)), dim=1)
+        block_BK = (
+            anchor if self.drafter is None else torch.cat((anchor, self._propose(self.drafter, last_token)), dim=1)
+        )
         self.target_cache.mark()
         choice_K = self._forward(block_BK)[0].argmax(-1)
         matches = (block_BK[0, 1:] == choice_K[:-1]).cumprod(0)
@@ -133,8 +138,7 @@ class _Session:
         caching = {self.target_cache.argument: self.target_cache.cache, "use_cache": True}
         if self.drafter is None:
             return self.target(input_ids=ids_BS, logits_to_keep=logits_to_keep, **caching).logits
-        layers = decoder_of(self.target).layers
-        with HiddenTaps(layers, self.drafter.config.target_layer_ids) as taps:
+        with HiddenTaps(decoder_layers(self.target), self.drafter.config.target_layer_ids) as taps:
             logits_BSV = self.target(input_ids=ids_BS, logits_to_keep=logits_to_keep, **caching).logits
             self.context_BSE = taps.take()
         return logits_BSV
@@ -147,7 +151,7 @@ class _Session:
         start = seen + self.context_BSE.shape[1]  # the anchor's position: it has no context features yet
         block_BK = torch.full((1, config.block_size), config.mask_token_id, device=device)
         block_BK[0, 0] = last_token
-        masks = {}
+        masks: dict[str, Mask] = {}
         for layer_type in set(config.layer_types):
             causal, window = config.causal_in_block(layer_type), config.window(layer_type)
             if causal or window is not None or layer_type == SLIDING:

@@ -30,7 +30,10 @@ def _check(found: dict[str, torch.Size], config: DrafterConfig, origin: str) -> 
     for problem, names in (("has no", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
             listed = ", ".join(sorted(names)[:5])
-            raise UserError(f"{origin} {problem} tensor {listed} ({len(names)} in all); its config.json describes {len(expected)} tensors")
+            raise UserError(
+                f"{origin} {problem} tensor {listed} ({len(names)} in all); its config.json describes"
+                f" {len(expected)} tensors"
+            )
     for name, shape in expected.items():
         if found[name] != shape:
             raise UserError(f"{origin}: {name} has shape {list(found[name])}; its config.json describes {list(shape)}")
@@ -62,11 +65,16 @@ def read_config(folder: Path) -> DrafterConfig:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise UserError(f"drafter.path is {folder}; there is no {CONFIG_NAME} in it (a drafter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME})")
+        raise UserError(
+            f"drafter.path is {folder}; there is no {CONFIG_NAME} in it (a drafter is a folder with {CONFIG_NAME}"
+            f" and {WEIGHTS_NAME})"
+        )
     return DrafterConfig.from_dict(json.loads(path.read_text()), str(path))
 
 
-def load_drafter(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Drafter:
+def load_drafter(
+    folder: Path | str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> Drafter:
     """Load a drafter for inference.
 
     Raises:

@@ -8,6 +8,7 @@ recurrent one (seen in 5.17 and 5.24), so it is not used.
 
 import copy
 import inspect
+from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -26,7 +27,7 @@ class RewindableCache:
         self.cache = DynamicCache(config=model.config)
         parameters = inspect.signature(type(model).forward).parameters
         self.argument = "cache" if "cache" in parameters else "past_key_values"
-        self._saved: dict[int, object] = {}
+        self._saved: dict[int, Any] = {}
 
     def mark(self) -> None:
         """Remember the state before a verification."""
@@ -49,5 +50,6 @@ class RewindableCache:
             if index in self._saved:
                 self.cache.layers[index] = self._saved[index]
             else:
+                assert isinstance(layer, DynamicLayer)
                 layer.crop(num_accepted - replay - num_verified)
         return replay

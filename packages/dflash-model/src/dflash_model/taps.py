@@ -22,6 +22,13 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder()
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal language model."""
+    layers = decoder_of(model).layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
 class HiddenTaps:
     """Forward hooks that keep the outputs of the chosen layers of one forward at a time.
 

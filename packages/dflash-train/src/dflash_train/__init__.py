@@ -1,0 +1,1 @@
+"""Training a drafter next to a live target: meshes, channel, loss, trainer."""

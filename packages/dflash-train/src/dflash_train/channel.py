@@ -31,6 +31,7 @@ from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Stream, WorkItem
 from dflash_train.mesh import Split
 
+
 class ChannelError(RuntimeError):
     """A peer is gone, frozen or out of step; the message names rank, role and pack."""
 
@@ -73,7 +74,9 @@ class _Outgoing:
 class SendingChannel:
     """The target rank's end: copies packs out and sends them to their drafter ranks."""
 
-    def __init__(self, layout: PackLayout, split: Split, group: dist.ProcessGroup, device: torch.device, timeouts: Timeouts) -> None:
+    def __init__(
+        self, layout: PackLayout, split: Split, group: dist.ProcessGroup, device: torch.device, timeouts: Timeouts
+    ) -> None:
         self._layout, self._split, self._group, self._device = layout, split, group, device
         self._timeouts = timeouts
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -108,7 +111,8 @@ class SendingChannel:
             with torch.cuda.stream(self._stream):
                 self._layout.fill(views, pack, context_SE, stats)
             context_SE.record_stream(self._stream)
-            copied = self._stream.record_event()
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
         self._outgoing.put(_Outgoing(pack.item, buffer, copied, made.device_span))
 
     def close(self) -> None:
@@ -132,7 +136,9 @@ class SendingChannel:
                 return self._free.get(timeout=0.5)
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    raise ChannelError(f"target rank {dist.get_rank()} waited {limit:.0f} s to hand over item {item.index}") from None
+                    raise ChannelError(
+                        f"target rank {dist.get_rank()} waited {limit:.0f} s to hand over item {item.index}"
+                    ) from None
 
     def _run(self) -> None:
         while (out := self._outgoing.get()) is not None:
@@ -144,10 +150,13 @@ class SendingChannel:
                 if out.device_span is not None:  # the launch time that the main thread wrote says little
                     begun, ended = out.device_span
                     self._layout.views(out.buffer)["stats"][STATS.index("forward_s")] = begun.elapsed_time(ended) / 1e3
-                dist.isend(out.buffer, drafter, group=self._group, tag=out.item.index).wait(timedelta(seconds=limit))
+                work = dist.isend(out.buffer, drafter, group=self._group, tag=out.item.index)
+                assert work is not None
+                work.wait(timedelta(seconds=limit))
             except RuntimeError as error:
                 self._error = ChannelError(
-                    f"target rank {dist.get_rank()}: drafter rank {drafter} did not take {out.item.stream.name.lower()} pack"
+                    f"target rank {dist.get_rank()}: drafter rank {drafter} did not take"
+                    f" {out.item.stream.name.lower()} pack"
                     f" {out.item.number} within {limit:.0f} s ({_first_line(error)})"
                 )
                 self._error.__cause__ = error
@@ -227,7 +236,8 @@ class ReceivingChannel:
             with torch.cuda.stream(self._stream):
                 device_buffer.copy_(arrived.buffer, non_blocking=True)
             device_buffer.record_stream(self._stream)
-            event = self._stream.record_event()
+            event = torch.cuda.Event()
+            event.record(self._stream)
         pack = HiddenPack.from_views(host, self._layout.views(device_buffer))
         if pack.item != arrived.item:
             raise ChannelError(f"drafter rank {dist.get_rank()} expected {arrived.item} and received {pack.item}")

@@ -36,7 +36,9 @@ class Checkpointer:
     keep: int
     identity: dict[str, Any]
 
-    def save(self, step: int, drafter: Drafter, optimizers: OptimizersContainer, schedule: LRSchedulersContainer) -> Path:
+    def save(
+        self, step: int, drafter: Drafter, optimizers: OptimizersContainer, schedule: LRSchedulersContainer
+    ) -> Path:
         """Write ``step-N``; all drafter ranks call it. Returns the published folder."""
         final, work = self.folder / f"step-{step}", self.folder / f"step-{step}.partial"
         first = dist.get_rank(self.group) == 0
@@ -56,7 +58,9 @@ class Checkpointer:
         dist.barrier(self.group)
         return final
 
-    def load(self, step: int, drafter: Drafter, optimizers: OptimizersContainer, schedule: LRSchedulersContainer) -> None:
+    def load(
+        self, step: int, drafter: Drafter, optimizers: OptimizersContainer, schedule: LRSchedulersContainer
+    ) -> None:
         """Restore ``step-N`` in place, whatever number of ranks wrote it."""
         state = _state(drafter, optimizers, schedule)
         dcp.load(state, checkpoint_id=self.folder / f"step-{step}" / "state", process_group=self.group)
@@ -88,9 +92,8 @@ def find_resume_step(folder: Path, identity: dict[str, Any]) -> int:
     for name, value in identity.items():
         if manifest.get(name) != value:
             raise UserError(
-                f"run.dir holds a run with {name} = {manifest.get(name)}, this one has {value}; resuming would change the"
+                f"run.dir holds a run with {name} = {manifest.get(name)}, this one has {value}; resuming would"
+                " change the"
                 " run: restore the setting or choose another run.dir"
             )
     return int(manifest["step"])
-
-

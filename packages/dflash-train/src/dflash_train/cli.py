@@ -28,13 +28,21 @@ def flat_keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
         if is_dataclass(hint) and isinstance(hint, type):
             yield from flat_keys(hint, name + ".")
         else:
-            default = item.default if item.default is not NO_DEFAULT else item.default_factory() if item.default_factory is not NO_DEFAULT else ""
+            default = (
+                item.default
+                if item.default is not NO_DEFAULT
+                else item.default_factory()
+                if item.default_factory is not NO_DEFAULT
+                else ""
+            )
             yield name, default, item.metadata.get("help", "")
 
 
 def help_text(schema: type, usage: str) -> str:
     """All keys with defaults, one line each."""
-    rows = [(f"{name}={'' if default in (None, '???') else default}", text) for name, default, text in flat_keys(schema)]
+    rows = [
+        (f"{name}={'' if default in (None, '???') else default}", text) for name, default, text in flat_keys(schema)
+    ]
     width = min(max(len(left) for left, _ in rows), 40)
     return usage + "\n\n" + "\n".join(f"  {left:<{width}}  {text}" for left, text in rows)
 
@@ -61,7 +69,12 @@ def parse(schema: type[Config], argv: list[str], usage: str, default_config: str
         if file:
             merged = _merge(merged, _read_yaml(file), known, file)
             merged = OmegaConf.merge(merged, {"config": file})
-        merged = _merge(merged, OmegaConf.from_dotlist([f"{k}={_listed(schema, k, v)}" for k, v in given.items()]), known, "command line")
+        merged = _merge(
+            merged,
+            OmegaConf.from_dotlist([f"{k}={_listed(schema, k, v)}" for k, v in given.items()]),
+            known,
+            "command line",
+        )
         for name in sorted(OmegaConf.missing_keys(merged)):
             raise UserError(f"{name} is not set; give it in the config file or as {name}=…")
         return OmegaConf.to_object(merged)  # type: ignore[return-value]

@@ -30,9 +30,13 @@ class TargetSection:
     """The frozen model to speed up."""
 
     path: str | None = key(None, "hub name (Qwen/Qwen3-8B) or local folder, fine-tuned ones too")
-    config: dict[str, Any] | None = key(None, "architecture inline (model_type: …); checked against target.path, or given random weights without it")
+    config: dict[str, Any] | None = key(
+        None, "architecture inline (model_type: …); checked against target.path, or given random weights without it"
+    )
     dtype: str = key("bfloat16", "bfloat16 or float32: type of its weights and of the hidden states")
-    reshard_after_forward: bool = key(True, "free each layer's gathered weights after use; false costs memory and saves gathers")
+    reshard_after_forward: bool = key(
+        True, "free each layer's gathered weights after use; false costs memory and saves gathers"
+    )
     tokenizer: str | None = key(None, "folder or hub name of the tokenizer; default: target.path")
 
 
@@ -40,7 +44,11 @@ class TargetSection:
 class DrafterSection:
     """The model to train; what is not set follows the target."""
 
-    init_from: str | None = key(None, "start from this drafter's weights (folder with config.json and model.safetensors); it then decides its own shape")
+    init_from: str | None = key(
+        None,
+        "start from this drafter's weights (folder with config.json and model.safetensors); it then decides its own"
+        " shape",
+    )
     num_layers: int = key(5, "decoder layers")
     num_taps: int | None = key(None, "tapped target layers, spread by the published rule; default: num_layers")
     target_layer_ids: list[int] | None = key(None, "tapped target layers, 0-based outputs; overrides num_taps")
@@ -68,7 +76,9 @@ class DataSection:
     anchors_per_pack: int = key(512, "blocks drawn from each row; times drafter.block_size a multiple of 128")
     workers: int = key(2, "threads that collate packs on each target rank")
     prefetch: int = key(8, "collated packs kept ready on each target rank (q_pre)")
-    synthetic_documents: int = key(0, "write this many random documents to data.path instead of needing a prepared dataset")
+    synthetic_documents: int = key(
+        0, "write this many random documents to data.path instead of needing a prepared dataset"
+    )
 
 
 @dataclass
@@ -76,7 +86,9 @@ class TrainerSection:
     """The length and arithmetic of the run."""
 
     steps: int = key(MISSING, "optimizer steps")
-    packs_per_step: int = key(12, "packs in one optimizer step over all drafter ranks; the number of drafter ranks must divide it")
+    packs_per_step: int = key(
+        12, "packs in one optimizer step over all drafter ranks; the number of drafter ranks must divide it"
+    )
     dtype: str = key("bfloat16", "bfloat16 or float32: type of the drafter's compute; its weights and moments are fp32")
     compile: bool = key(True, "torch.compile each drafter layer (needs a GPU to pay)")
     expected_ktok_s: float | None = key(None, "expected speed, for dry_run: hours and GPU-hours")

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from dflash_model import Drafter, UserError
-from dflash_model.taps import decoder_of
+from dflash_model.taps import decoder_layers, decoder_of
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 
@@ -31,7 +32,7 @@ class Share:
     def line(self) -> str:
         """Human-readable."""
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.device.items())
-        return f"{self.total / GIB:.1f} GiB on its device ({parts}), {self.host / GIB:.2f} GiB of host memory for the queue"
+        return f"{self.total / GIB:.1f} GiB on its device ({parts}), {self.host / GIB:.2f} GiB of host memory"
 
 
 def count(module: nn.Module) -> int:
@@ -39,13 +40,15 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def target_share(job: Job, decoder: nn.Module) -> Share:
+def target_share(job: Job, built: PreTrainedModel) -> Share:
     """Estimate of one target rank."""
     config, size = job.config, DTYPES[job.config.target.dtype].itemsize
-    layers = [count(layer) for layer in decoder.layers]
+    decoder, layers = decoder_of(built), [count(layer) for layer in decoder_layers(built)]
     whole, ranks = count(decoder) * size, job.split.num_targets
     # FSDP prefetches one layer while another computes; the embedding is gathered with the root.
-    gathered = whole if not config.target.reshard_after_forward else (2 * max(layers) + count(decoder) - sum(layers)) * size
+    gathered = (
+        whole if not config.target.reshard_after_forward else (2 * max(layers) + count(decoder) - sum(layers)) * size
+    )
     goal = job.target.config
     row = config.data.seq_len * (6 * goal.hidden_size + 3 * goal.intermediate_size) * size
     message = job.layout().num_bytes
@@ -86,19 +89,26 @@ def report(job: Job) -> str:
     config, split = job.config, job.split
     model = job.target.build_meta(DTYPES[config.target.dtype])
     total = count(model)
-    decoder = decoder_of(job.target.build_meta(DTYPES[config.target.dtype], max(job.drafter.target_layer_ids) + 1))
+    built = job.target.build_meta(DTYPES[config.target.dtype], max(job.drafter.target_layer_ids) + 1)
     with torch.device("meta"):
         drafter = count(Drafter(job.drafter))
-    shares = [("target", target_share(job, decoder)), ("drafter", drafter_share(job, drafter))]
+    shares = [("target", target_share(job, built)), ("drafter", drafter_share(job, drafter))]
     layers = job.target.config.num_hidden_layers
     lines = [
         f"ranks        {split.world_size}: {split.describe()}",
-        f"target       {total / 1e9:.3f} B parameters, {layers} layers; built up to tap {max(job.drafter.target_layer_ids)}: {count(decoder) / 1e9:.3f} B (head included: no)",
-        f"drafter      {drafter / 1e9:.3f} B parameters, {job.drafter.num_layers} layers, block {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
-        f"             layers {', '.join(job.drafter.layer_types)}" + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
+        f"target       {total / 1e9:.3f} B parameters, {layers} layers; built up to tap"
+        f" {max(job.drafter.target_layer_ids)}: {count(decoder_of(built)) / 1e9:.3f} B (head included: no)",
+        f"drafter      {drafter / 1e9:.3f} B parameters, {job.drafter.num_layers} layers, block"
+        f" {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
+        f"             layers {', '.join(job.drafter.layer_types)}"
+        + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
     ]
     for rank in range(split.world_size):
-        roles = [name for name, index in (("target", split.target_rank(rank)), ("drafter", split.drafter_rank(rank))) if index is not None]
+        roles = [
+            name
+            for name, index in (("target", split.target_rank(rank)), ("drafter", split.drafter_rank(rank)))
+            if index is not None
+        ]
         held = sum(share.total for name, share in shares if name in roles)
         lines.append(f"rank {rank:<8}{' and '.join(roles)}: {held / GIB:.1f} GiB")
     lines += [f"a {name} rank  {share.line()}" for name, share in shares]
@@ -113,17 +123,24 @@ def _work(job: Job) -> list[str]:
     packs, seq_len = config.trainer.packs_per_step, config.data.seq_len
     flops = pack_flops(job.drafter, seq_len, config.data.anchors_per_pack)
     lines = [
-        f"a step       {packs} packs of {seq_len} tokens and {config.data.anchors_per_pack} anchors, {job.micro_steps} on each drafter rank; {flops / 1e12:.1f} TFLOP of drafter matrix products a pack",
+        f"a step       {packs} packs of {seq_len} tokens and {config.data.anchors_per_pack} anchors,"
+        f" {job.micro_steps} on each drafter rank; {flops / 1e12:.1f} TFLOP of drafter matrix products a pack",
         f"a pack       {job.layout().num_bytes / 2**20:.1f} MiB from target to drafter",
     ]
     if (job.data_dir / "ledger.json").is_file():
         rows = len(job.collator(job.open_data()).train_plan)
-        lines.append(f"an epoch     {rows} packs, {rows / packs:.1f} steps; {config.trainer.steps} steps are {config.trainer.steps * packs / rows:.2f} epochs")
+        lines.append(
+            f"an epoch     {rows} packs, {rows / packs:.1f} steps; {config.trainer.steps} steps are"
+            f" {config.trainer.steps * packs / rows:.2f} epochs"
+        )
     else:
         lines.append(f"an epoch     unknown: data.path ({job.data_dir}) is not prepared yet")
     if config.trainer.expected_ktok_s:
         hours = config.trainer.steps * packs * seq_len / config.trainer.expected_ktok_s / 1e3 / 3600
-        lines.append(f"time         {hours:.1f} hours, {hours * job.split.world_size:.1f} GPU-hours at {config.trainer.expected_ktok_s:g} ktok/s")
+        lines.append(
+            f"time         {hours:.1f} hours, {hours * job.split.world_size:.1f} GPU-hours at"
+            f" {config.trainer.expected_ktok_s:g} ktok/s"
+        )
     else:
         lines.append("time         unknown: set trainer.expected_ktok_s")
     return lines

@@ -55,7 +55,11 @@ class Job:
         """How packs travel."""
         data = self.config.data
         return PackLayout(
-            data.seq_len, data.anchors_per_pack, self.drafter.block_size, self.drafter.context_size, DTYPES[self.config.target.dtype]
+            data.seq_len,
+            data.anchors_per_pack,
+            self.drafter.block_size,
+            self.drafter.context_size,
+            DTYPES[self.config.target.dtype],
         )
 
     def open_data(self) -> PreparedData:
@@ -125,7 +129,10 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
     target = find_target(config.target.path, config.target.config)
     drafter = drafter_config(config.drafter, target, config.target.tokenizer)
     if (config.data.anchors_per_pack * drafter.block_size) % TILE:
-        raise UserError(f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size}) must be a multiple of {TILE}")
+        raise UserError(
+            f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size})"
+            f" must be a multiple of {TILE}"
+        )
     job = Job(config, split, target, drafter)
     if world_size is not None and not config.data.synthetic_documents:
         job.open_data()
@@ -150,7 +157,10 @@ def _check_numbers(config: RunConfig) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
-    for name, value in (("optimizer.lr", config.optimizer.lr), ("channel.timeout_seconds", config.channel.timeout_seconds)):
+    for name, value in (
+        ("optimizer.lr", config.optimizer.lr),
+        ("channel.timeout_seconds", config.channel.timeout_seconds),
+    ):
         if value <= 0:
             raise UserError(f"{name} is {value}; it must be positive")
     for name, value in (("target.dtype", config.target.dtype), ("trainer.dtype", config.trainer.dtype)):
@@ -165,7 +175,10 @@ def _check_packs_per_step(config: RunConfig, split: Split) -> None:
     if packs < 1 or packs % drafters:
         below, above = packs // drafters * drafters, (packs // drafters + 1) * drafters
         near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(f"trainer.packs_per_step is {packs}; {drafters} drafter ranks share the packs of a step evenly, so it must be a multiple of {drafters} (nearest: {near})")
+        raise UserError(
+            f"trainer.packs_per_step is {packs}; {drafters} drafter ranks share the packs of a step evenly, so it"
+            f" must be a multiple of {drafters} (nearest: {near})"
+        )
 
 
 def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str | None) -> DrafterConfig:
@@ -177,14 +190,27 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
     goal = target.config
     if section.init_from is not None:
         drafter = read_config(Path(section.init_from).expanduser())
-        for name, value in (("hidden_size", goal.hidden_size), ("vocab_size", goal.vocab_size), ("num_target_layers", goal.num_hidden_layers)):
+        for name, value in (
+            ("hidden_size", goal.hidden_size),
+            ("vocab_size", goal.vocab_size),
+            ("num_target_layers", goal.num_hidden_layers),
+        ):
             if getattr(drafter, name) != value:
-                raise UserError(f"drafter.init_from: its {name} is {getattr(drafter, name)}, the target's is {value}; it was made for another target")
+                raise UserError(
+                    f"drafter.init_from: its {name} is {getattr(drafter, name)}, the target's is {value}; it was"
+                    " made for another target"
+                )
         return drafter
     if section.hidden_size not in (None, goal.hidden_size):
-        raise UserError(f"drafter.hidden_size is {section.hidden_size}; the target's embedding and head have width {goal.hidden_size}, and the drafter uses them, so it must be {goal.hidden_size}")
+        raise UserError(
+            f"drafter.hidden_size is {section.hidden_size}; the target's embedding and head have width"
+            f" {goal.hidden_size}, and the drafter uses them, so it must be {goal.hidden_size}"
+        )
     if not 0 <= section.num_sliding_layers <= section.num_layers:
-        raise UserError(f"drafter.num_sliding_layers is {section.num_sliding_layers}; it takes 0 to drafter.num_layers ({section.num_layers})")
+        raise UserError(
+            f"drafter.num_sliding_layers is {section.num_sliding_layers}; it takes 0 to drafter.num_layers"
+            f" ({section.num_layers})"
+        )
     heads = section.num_heads or goal.num_attention_heads
     rope = getattr(goal, "rope_parameters", None) or {}
     theta = section.rope_theta or rope.get("rope_theta") or getattr(goal, "rope_theta", None)
@@ -204,8 +230,11 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
         num_target_layers=goal.num_hidden_layers,
         target_layer_ids=taps,
         block_size=section.block_size,
-        mask_token_id=resolve_mask_token_id(section.mask_token_id, target, tokenizer_folder / "tokenizer.json" if tokenizer_folder else None),
-        layer_types=(SLIDING,) * section.num_sliding_layers + (FULL,) * (section.num_layers - section.num_sliding_layers),
+        mask_token_id=resolve_mask_token_id(
+            section.mask_token_id, target, tokenizer_folder / "tokenizer.json" if tokenizer_folder else None
+        ),
+        layer_types=(SLIDING,) * section.num_sliding_layers
+        + (FULL,) * (section.num_layers - section.num_sliding_layers),
         sliding_window=section.sliding_window,
         rope_theta=float(theta),
         max_position_embeddings=goal.max_position_embeddings,

@@ -20,7 +20,12 @@ class FrozenHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, label_R: Tensor, weight_R: Tensor, chunk_rows: int
+        ctx: Any,  # noqa: ANN401 - torch's context object
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        label_R: Tensor,
+        weight_R: Tensor,
+        chunk_rows: int,
     ) -> tuple[Tensor, Tensor]:
         """Return the fp32 sum of weighted losses and the int64 argmax of every row."""
         needs_grad = hidden_RD.requires_grad
@@ -47,7 +52,11 @@ class FrozenHeadLoss(torch.autograd.Function):
         return loss, choice_R
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_choice: None) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401 - torch's context object
+        grad_loss: Tensor,
+        grad_choice: None,
+    ) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         """Scale the stored gradient."""
         (grad_RD,) = ctx.saved_tensors
         return grad_RD * grad_loss.to(grad_RD.dtype), None, None, None, None

@@ -6,6 +6,7 @@ one owning thread: the mesh groups and ``control`` the main thread, ``channel`` 
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -61,27 +62,43 @@ def make_split(section: MeshSection, world_size: int | None) -> Split:
     Raises:
         UserError: the numbers contradict each other.
     """
-    target, drafter = section.target, section.drafter
-    for name, value in (("mesh.target", target), ("mesh.drafter", drafter)):
+    for name, value in (("mesh.target", section.target), ("mesh.drafter", section.drafter)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
     if world_size is None:
-        world_size = 1 if target is None and drafter is None else max(target or 0, drafter or 0) if section.colocated else (target or 1) + (drafter or 1)
-    if section.colocated or (section.colocated is None and world_size == 1 and target is None and drafter is None):
-        for name, value in (("mesh.target", target), ("mesh.drafter", drafter)):
+        world_size = _stated_world_size(section)
+    unset = section.target is None and section.drafter is None
+    if section.colocated or (section.colocated is None and unset and world_size == 1):
+        for name, value in (("mesh.target", section.target), ("mesh.drafter", section.drafter)):
             if value not in (None, world_size):
-                raise UserError(f"{name} is {value}; with mesh.colocated=true every one of the {world_size} ranks holds both, so leave it out")
+                raise UserError(
+                    f"{name} is {value}; with mesh.colocated=true every one of the {world_size} ranks holds both,"
+                    " so leave it out"
+                )
         return Split(world_size, world_size, colocated=True)
-    if target is None and drafter is None:
+    if unset:
         if world_size == 1:
-            raise UserError("mesh.colocated is false, but there is one rank; a split needs at least two: torchrun --nproc-per-node 2")
+            raise UserError(
+                "mesh.colocated is false, but there is one rank; a split needs two: torchrun --nproc-per-node 2"
+            )
         target, drafter = KNOWN_SPLITS.get(world_size) or _about_five_to_three(world_size)
-    elif target is None or drafter is None:
-        target = target if target is not None else world_size - (drafter or 0)
-        drafter = drafter if drafter is not None else world_size - target
+    else:
+        target = section.target if section.target is not None else world_size - (section.drafter or 0)
+        drafter = section.drafter if section.drafter is not None else world_size - target
     if target < 1 or drafter < 1 or target + drafter != world_size:
-        raise UserError(f"mesh.target ({section.target}) + mesh.drafter ({section.drafter}) must equal the number of ranks ({world_size})")
+        raise UserError(
+            f"mesh.target ({section.target}) + mesh.drafter ({section.drafter}) must equal the number of ranks"
+            f" ({world_size}, torchrun's --nproc-per-node times nodes)"
+        )
     return Split(target, drafter, colocated=False)
+
+
+def _stated_world_size(section: MeshSection) -> int:
+    if section.target is None and section.drafter is None:
+        return 1
+    if section.colocated:
+        return section.target or section.drafter or 1
+    return (section.target or 1) + (section.drafter or 1)
 
 
 def _about_five_to_three(world_size: int) -> tuple[int, int]:
@@ -122,9 +139,9 @@ def make_meshes(split: Split, device: torch.device, timeout_seconds: float) -> M
     drafter_ranks = [split.drafter_global(index) for index in range(split.num_drafters)]
     target_mesh = _role_mesh(device, target_ranks, timeout)
     drafter_mesh = target_mesh if split.colocated else _role_mesh(device, drafter_ranks, timeout)
-    controls = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in (target_ranks, drafter_ranks)]
-    saving = dist.new_group(drafter_ranks, backend="gloo", timeout=timeout)
-    channel = None if split.colocated else dist.new_group(backend="gloo", timeout=timeout)
+    controls = [_group(ranks, "gloo", timeout) for ranks in (target_ranks, drafter_ranks)]
+    saving = _group(drafter_ranks, "gloo", timeout)
+    channel = None if split.colocated else _group(list(range(split.world_size)), "gloo", timeout)
     is_drafter = split.drafter_rank(rank) is not None
     return Meshes(
         split=split,
@@ -139,7 +156,12 @@ def make_meshes(split: Split, device: torch.device, timeout_seconds: float) -> M
 
 
 def _role_mesh(device: torch.device, ranks: list[int], timeout: timedelta) -> DeviceMesh | None:
-    group = dist.new_group(ranks, backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    group = _group(ranks, "nccl" if device.type == "cuda" else "gloo", timeout)
     if dist.get_rank() not in ranks:
         return None
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",))
+
+
+def _group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of some ranks; every rank of the job must call it, also those that get none."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, timeout=timeout))

@@ -102,6 +102,7 @@ class Pipeline:
         Args:
             targets: ``[T, 1 + len(STATS)]`` sums.
             drafters: ``[D, 4]``: wait_s, train_s, packs, packs waiting (q_hs) of each drafter rank.
+            colocated: whether the waiting is the rank's own target at work.
         """
         counts = np.maximum(targets[:, 0], 1.0)
         means = dict(zip(STATS, (targets[:, 1:] / counts[:, None]).T, strict=True))
@@ -147,13 +148,22 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: Path, *, start_step: int, num_steps: int, epoch_steps: float, flops_per_pack: float, peak: float | None
+        self,
+        folder: Path,
+        *,
+        start_step: int,
+        num_steps: int,
+        epoch_steps: float,
+        flops_per_pack: float,
+        peak: float | None,
     ) -> None:
         self.folder, self.start_step, self.num_steps, self.epoch_steps = folder, start_step, num_steps, epoch_steps
         self.flops_per_pack, self.peak = flops_per_pack, peak
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             _cut(folder / name, start_step)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
+        self.board = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0, flush_secs=10
+        )
         self.board.add_custom_scalars(LAYOUT)
         self.began = time.monotonic()
         self.tau = self._last_tau()
@@ -203,12 +213,19 @@ class RunLog:
         """Write one evaluation."""
         low, high = result.interval()
         record = {"step": step, "name": name, "pooled": result.pooled, "mean": result.mean, "low": low, "high": high}
-        record |= {"prompts": len(result.tokens), "tokens": int(result.tokens.sum()), "rounds": int(result.rounds.sum())}
+        record |= {
+            "prompts": len(result.tokens),
+            "tokens": int(result.tokens.sum()),
+            "rounds": int(result.rounds.sum()),
+        }
         _append(self.folder / "evaluations.jsonl", record)
         self.tau = result.pooled
         for tag in ("pooled", "mean", "low", "high"):
             self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)
-        logger.info(f"held-out {name} acceptance at step {step}: {result.pooled:.3f} [{low:.3f}, {high:.3f}] pooled, {result.mean:.3f} per prompt ({len(result.tokens)} prompts)")
+        logger.info(
+            f"held-out {name} acceptance at step {step}: {result.pooled:.3f} [{low:.3f}, {high:.3f}] pooled,"
+            f" {result.mean:.3f} per prompt ({len(result.tokens)} prompts)"
+        )
 
     def close(self) -> None:
         """Flush, and print what the run achieved."""
@@ -216,7 +233,10 @@ class RunLog:
         rows = read_jsonl(self.folder / "evaluations.jsonl")
         if rows:
             first, last = rows[0], rows[-1]
-            logger.info(f"held-out acceptance {first['pooled']:.2f} -> {last['pooled']:.2f} [{last['low']:.2f}, {last['high']:.2f}] ({last['prompts']} prompts)")
+            logger.info(
+                f"held-out acceptance {first['pooled']:.2f} -> {last['pooled']:.2f} [{last['low']:.2f},"
+                f" {last['high']:.2f}] ({last['prompts']} prompts)"
+            )
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -39,7 +39,9 @@ def fill_sharded(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> Non
             if not isinstance(parameter, DTensor):
                 parameter.copy_(full)
                 continue
-            shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
             parameter.to_local().copy_(full[offset[0] : offset[0] + shape[0]])
     assert not parameters, f"no values for {sorted(parameters)}"
 

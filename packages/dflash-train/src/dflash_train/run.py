@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from dflash_data.pipeline import hidden_states
+from dflash_data.packs import Collator
+from dflash_data.pipeline import MadePack, hidden_states
+from dflash_data.schedule import Schedule
 from dflash_data.synthetic import write_synthetic
 from dflash_data.target import ShardedTarget, TargetModel, write_random_target
 from dflash_model import UserError
@@ -63,36 +66,61 @@ def run_job(job: Job) -> None:
     steps = job.config.trainer.steps
     if start_step == steps:
         if meshes.rank == 0:
-            print(f"run.dir {job.run_dir} is complete at step {steps}; raise trainer.steps in another run.dir, or remove it", flush=True)
+            start_logging(job.run_dir / "log.txt")
+            logger.info(
+                f"run.dir {job.run_dir} is complete at step {steps}; raise trainer.steps in another run.dir, or"
+                " remove it"
+            )
         return
     schedule = job.schedule(collator, start_step)
     epoch_steps = len(collator.train_plan) / job.config.trainer.packs_per_step
     own_text = set(data.ledger.generated_by) == {job.target.name}
-    course = Course(schedule, start_step, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced")
-    if meshes.target is not None:
-        layers = job.drafter.target_layer_ids
-        target = ShardedTarget(
-            job.target, layers, mesh=meshes.target, dtype=DTYPES[job.config.target.dtype],
-            reshard=job.config.target.reshard_after_forward,
-        )  # fmt: skip
-        packs = hidden_states(
-            schedule, collator, target, rank=meshes.rank, num_targets=job.split.num_targets,
-            num_workers=job.config.data.workers, prefetch=job.config.data.prefetch,
-        )  # fmt: skip
+    course = Course(
+        schedule, start_step, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced"
+    )
     section = job.config.channel
     timeouts = Timeouts(section.start_timeout_seconds, section.timeout_seconds)
-    if meshes.drafter is None:
-        assert meshes.channel is not None
+    packs = _target_packs(job, meshes, schedule, collator)
+    receiver: Receiver
+    if meshes.channel is None:
+        assert packs is not None
+        receiver = LocalChannel(job.layout(), packs)
+    elif packs is not None:
         make_packs(packs, SendingChannel(job.layout(), job.split, meshes.channel, device, timeouts))
+        return
     else:
-        receiver: Receiver
-        if meshes.channel is None:
-            receiver = LocalChannel(job.layout(), packs)
-        else:
-            receiver = ReceivingChannel(
-                job.layout(), schedule, job.split, group=meshes.channel, device=device, depth=section.depth, timeouts=timeouts
-            )
-        _train(job, meshes, course, receiver, identity)
+        receiver = ReceivingChannel(
+            job.layout(),
+            schedule,
+            job.split,
+            group=meshes.channel,
+            device=device,
+            depth=section.depth,
+            timeouts=timeouts,
+        )
+    _train(job, meshes, course, receiver, identity)
+
+
+def _target_packs(job: Job, meshes: Meshes, schedule: Schedule, collator: Collator) -> Iterator[MadePack] | None:
+    """The pipeline of a target rank; None on the others."""
+    if meshes.target is None:
+        return None
+    target = ShardedTarget(
+        job.target,
+        job.drafter.target_layer_ids,
+        mesh=meshes.target,
+        dtype=DTYPES[job.config.target.dtype],
+        reshard=job.config.target.reshard_after_forward,
+    )
+    return hidden_states(
+        schedule,
+        collator,
+        target,
+        rank=meshes.rank,
+        num_targets=job.split.num_targets,
+        num_workers=job.config.data.workers,
+        prefetch=job.config.data.prefetch,
+    )
 
 
 def _materialise(job: Job) -> Job:
@@ -125,7 +153,10 @@ def _agree(facts: dict[str, Any]) -> None:
     for rank, other in enumerate(everyone):
         for name, value in facts.items():
             if other[name] != value:
-                raise UserError(f"rank {rank} sees {name} = {other[name]}, rank {dist.get_rank()} sees {value}; all ranks need the same data.path and run.dir contents")
+                raise UserError(
+                    f"rank {rank} sees {name} = {other[name]}, rank {dist.get_rank()} sees {value}; all ranks need"
+                    " the same data.path and run.dir contents"
+                )
 
 
 def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identity: dict[str, Any]) -> None:
@@ -143,7 +174,11 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
             peak=peak * job.split.num_drafters if peak else None,
         )
         begin = f"resuming at step {course.start_step}" if course.start_step else "starting"
-        logger.info(f"{begin}: {job.split.describe()} on {meshes.device.type}, {job.config.trainer.steps} steps of {job.config.trainer.packs_per_step} packs of {job.config.data.seq_len} tokens, target layers {list(job.drafter.target_layer_ids)}, run folder {job.run_dir}")
+        logger.info(
+            f"{begin}: {job.split.describe()} on {meshes.device.type}, {job.config.trainer.steps} steps of"
+            f" {job.config.trainer.packs_per_step} packs of {job.config.data.seq_len} tokens, target layers"
+            f" {list(job.drafter.target_layer_ids)}, run folder {job.run_dir}"
+        )
     began = time.perf_counter()
     checkpoint_group = meshes.checkpoint
     assert checkpoint_group is not None
@@ -160,5 +195,3 @@ def leave() -> None:
     """Tear the process groups down after the last rank has finished."""
     dist.barrier()
     dist.destroy_process_group()
-
-

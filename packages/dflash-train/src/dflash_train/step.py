@@ -16,7 +16,9 @@ from dflash_model.mask import dense_mask, sparse_mask
 from dflash_train.loss import frozen_head_loss
 
 
-def draft_inputs(tensors: dict[str, Tensor], ends: FrozenEnds, config: DrafterConfig, dtype: torch.dtype) -> DraftInputs:
+def draft_inputs(
+    tensors: dict[str, Tensor], ends: FrozenEnds, config: DrafterConfig, dtype: torch.dtype
+) -> DraftInputs:
     """Blocks ``[anchor, MASK, …]``, their positions and masks; a BlockMask on a GPU, a dense one elsewhere.
 
     Args:

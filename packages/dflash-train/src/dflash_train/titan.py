@@ -8,13 +8,21 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.utils import GarbageCollection, get_peak_flops
 
 from dflash_train.config import OptimizerSection
 
-__all__ = ["GarbageCollection", "LRSchedulersContainer", "OptimizersContainer", "build_optimizer", "clip_gradients", "peak_flops"]
+__all__ = [
+    "GarbageCollection",
+    "LRSchedulersContainer",
+    "OptimizersContainer",
+    "apply_gradients",
+    "build_optimizer",
+    "peak_flops",
+]
 
 NORMS = r"norm.*\.weight$"
 
@@ -31,20 +39,47 @@ def build_optimizer(
     config = OptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(pattern=NORMS, optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": 0.0}),
-            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": section.weight_decay}),
+            ParamGroupConfig(
+                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": section.weight_decay}
+            ),
         ],
         implementation="fused",
     )
     optimizers = config.build(model_parts=[model])
     schedule = LRSchedulersContainer.Config(
-        warmup_steps=max(1, round(section.warmup_ratio * steps)), decay_type="cosine", min_lr_factor=section.min_lr_ratio
+        warmup_steps=max(1, round(section.warmup_ratio * steps)),
+        decay_type="cosine",
+        min_lr_factor=section.min_lr_ratio,
     )
     return optimizers, schedule.build(optimizers=optimizers, training_steps=steps)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip over all shards; returns the norm before clipping, on the device."""
-    return clip_grad_norm_(model.parameters(), max_norm)
+def apply_gradients(
+    model: nn.Module,
+    optimizers: OptimizersContainer,
+    schedule: LRSchedulersContainer,
+    *,
+    scale: Tensor,
+    max_norm: float,
+) -> tuple[Tensor, float]:
+    """Scale the gradients, clip them, take a step of AdamW and of the schedule, and clear them.
+
+    A step whose gradient is not finite is skipped on all ranks by AdamW's own flag, which stays on the device.
+
+    Returns:
+        The gradient norm before clipping, on the device, and the learning rate of the step.
+    """
+    gradients = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    torch._foreach_mul_(gradients, scale)
+    norm = clip_grad_norm_(model.parameters(), max_norm)
+    not_finite = (~torch.isfinite(norm)).float()
+    for optimizer in optimizers:
+        optimizer.grad_scale, optimizer.found_inf = None, not_finite  # the fused kernel looks for these two
+    rate = float(schedule.schedulers[0].get_last_lr()[0])
+    optimizers.step()
+    schedule.step()
+    optimizers.zero_grad()
+    return norm, rate
 
 
 def peak_flops(device: torch.device) -> float | None:

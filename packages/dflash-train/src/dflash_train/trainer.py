@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from dflash_data.packs import HiddenPack
 from dflash_data.pipeline import MadePack
@@ -25,7 +26,7 @@ from dflash_train.mesh import Meshes
 from dflash_train.metrics import Interval, Pipeline, RunLog, logger
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.step import DraftStep, Tally
-from dflash_train.titan import GarbageCollection, build_optimizer, clip_gradients
+from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
 
 GC_INTERVAL = 100
 
@@ -84,13 +85,23 @@ class Trainer:
     """One drafter rank. ``log`` is None on all but the first."""
 
     def __init__(
-        self, job: Job, meshes: Meshes, course: Course, *, receiver: Receiver, checkpointer: Checkpointer, log: RunLog | None
+        self,
+        job: Job,
+        meshes: Meshes,
+        course: Course,
+        *,
+        receiver: Receiver,
+        checkpointer: Checkpointer,
+        log: RunLog | None,
     ) -> None:
         assert meshes.drafter is not None
         self.job, self.meshes, self.course = job, meshes, course
+        self.group = meshes.drafter.get_group()
         self.receiver, self.checkpointer, self.log = receiver, checkpointer, log
         self.drafter = build_drafter(job, meshes)
-        self.optimizers, self.lr_schedule = build_optimizer(self.drafter, job.config.optimizer, job.config.trainer.steps)
+        self.optimizers, self.lr_schedule = build_optimizer(
+            self.drafter, job.config.optimizer, job.config.trainer.steps
+        )
         ends = FrozenEnds.load(job.target, dtype=DTYPES[job.config.target.dtype], device=meshes.device)
         self.draft = DraftStep(self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows)
         self.tally = Tally(job.drafter.block_size, meshes.device)
@@ -122,29 +133,25 @@ class Trainer:
 
         The numerators of the loss are backpropagated; gradients, averaged over ranks by FSDP, are scaled once by
         ``D / sum of weights`` over all ranks and micro-steps, so a token's weight does not depend on where it landed.
-        A step whose gradient is not finite is skipped on all ranks by AdamW's own flag, which stays on the device.
         """
         weight_total = torch.zeros((), device=self.meshes.device)
         for micro in range(self.job.micro_steps):
             pack = self._receive()
             last = micro == self.job.micro_steps - 1
-            self.drafter.set_requires_gradient_sync(last)  # type: ignore[operator]
-            self.drafter.set_reshard_after_backward(last)  # type: ignore[operator]
+            assert isinstance(self.drafter, FSDPModule)
+            self.drafter.set_requires_gradient_sync(last)
+            self.drafter.set_reshard_after_backward(last)
             loss_sum, weight_sum = self.draft.loss(pack, self.tally)
             loss_sum.backward()
             weight_total += weight_sum
-        dist.all_reduce(weight_total, group=self.meshes.drafter.get_group())  # type: ignore[union-attr]
-        scale = self.job.split.num_drafters / weight_total.clamp_min(1e-6)
-        gradients = [p.grad.to_local() for p in self.drafter.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
-        self.grad_norm = clip_gradients(self.drafter, self.job.config.optimizer.max_grad_norm)
-        not_finite = (~torch.isfinite(self.grad_norm)).float()
-        for optimizer in self.optimizers:
-            optimizer.grad_scale, optimizer.found_inf = None, not_finite  # type: ignore[attr-defined]
-        self.lr = self.lr_schedule.schedulers[0].get_last_lr()[0]
-        self.optimizers.step()
-        self.lr_schedule.step()
-        self.optimizers.zero_grad()
+        dist.all_reduce(weight_total, group=self.group)
+        self.grad_norm, self.lr = apply_gradients(
+            self.drafter,
+            self.optimizers,
+            self.lr_schedule,
+            scale=self.job.split.num_drafters / weight_total.clamp_min(1e-6),
+            max_norm=self.job.config.optimizer.max_grad_norm,
+        )
 
     def evaluate(self, segment: Segment) -> None:
         """Acceptance length on the held-out packs; weights and the training stream are untouched."""
@@ -154,6 +161,7 @@ class Trainer:
             if offset % self.job.split.num_drafters == self.job.split.drafter_rank(self.meshes.rank):
                 mine += evaluate_pack(self.draft, self.receiver.receive(), self.course.heldout_chunks)
         for module in (self.drafter, *self.drafter.layers):
+            assert isinstance(module, FSDPModule)
             module.reshard()  # no backward did it
         self.drafter.train()
         everyone: list[list[tuple[int, int]]] = [[] for _ in range(self.job.split.num_drafters)]
@@ -194,7 +202,7 @@ class Trainer:
     def _write_log(self, step: int, began: float, waited: float) -> None:
         """Reduce over the drafter ranks and write; the only place in training that waits for the device."""
         split, device = self.job.split, self.meshes.device
-        dist.all_reduce(self.tally.sums, group=self.meshes.drafter.get_group())  # type: ignore[union-attr]
+        dist.all_reduce(self.tally.sums, group=self.group)
         sums, grad_norm = self.tally.sums.tolist(), float(self.grad_norm)
         self._count_time(began, waited)
         drafters = torch.zeros(split.num_drafters, 4, dtype=torch.float64)

@@ -49,7 +49,9 @@ def test_packed_and_sharded_equals_documents_alone(family: str, ranks: int, tmp_
 
     def work(rank: int) -> float:
         mesh = DeviceMesh("cpu", list(range(ranks)))
-        target = ShardedTarget(find_target(str(tmp_path / "target"), None), TAPS, mesh=mesh, dtype=torch.float32, reshard=True)
+        target = ShardedTarget(
+            find_target(str(tmp_path / "target"), None), TAPS, mesh=mesh, dtype=torch.float32, reshard=True
+        )
         worst = 0.0
         for seed in range(2):  # twice: nothing may stay behind from the first forward
             pack = token_pack(lengths[rank], seed)
@@ -65,7 +67,13 @@ def test_packing_really_needs_the_split(tmp_path: Path) -> None:
     pack = token_pack([12, 20])
 
     def work(rank: int) -> float:
-        target = ShardedTarget(find_target(str(tmp_path / "target"), None), TAPS, mesh=DeviceMesh("cpu", [0]), dtype=torch.float32, reshard=True)
+        target = ShardedTarget(
+            find_target(str(tmp_path / "target"), None),
+            TAPS,
+            mesh=DeviceMesh("cpu", [0]),
+            dtype=torch.float32,
+            reshard=True,
+        )
         pack.document_lengths = lambda: [32]  # type: ignore[method-assign]
         leaked = target(pack)
         del pack.document_lengths  # type: ignore[method-assign]
