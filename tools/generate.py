@@ -49,16 +49,7 @@ def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTr
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[section.dtype]
     target = find_target(section.path, None)
     drafter = load_drafter(Path(drafter_path), dtype=dtype, device=device)
-    for name, value in (
-        ("hidden_size", target.config.hidden_size),
-        ("vocab_size", target.config.vocab_size),
-        ("num_target_layers", target.config.num_hidden_layers),
-    ):
-        if getattr(drafter.config, name) != value:
-            raise UserError(
-                f"drafter.path ({drafter_path}) has {name} {getattr(drafter.config, name)}, target.path"
-                f" ({section.path}) has {value}; they do not belong together"
-            )
+    drafter.config.check_fits(target.config, f"drafter.path ({drafter_path})", f"target.path ({section.path})")
     model = AutoModelForCausalLM.from_pretrained(target.location, dtype=dtype).to(device).eval()
     return drafter, model, load_tokenizer(section.tokenizer or target.location)
 

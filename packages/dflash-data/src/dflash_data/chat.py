@@ -123,6 +123,8 @@ def check_messages(messages: list[Message]) -> None:
             raise Refused(f"unknown role {message.get('role')!r}")
         if not isinstance(message.get("content"), str):
             raise Refused("content is not text")
+        if any("\ud800" <= character <= "\udfff" for character in message["content"]):
+            raise Refused("content is not valid Unicode")  # a lone surrogate parses as JSON and cannot be encoded
     if messages[0]["role"] == "assistant":
         raise Refused("starts with the assistant")
     if not any(message["role"] == "user" for message in messages):

@@ -144,15 +144,24 @@ class Collator:
     """Makes the TokenPack of a work item: a pure function of data, plan, seed and number."""
 
     def __init__(
-        self, data: PreparedData, *, seq_len: int, num_anchors: int, block_size: int, gamma: float, seed: int
+        self,
+        data: PreparedData,
+        *,
+        seq_len: int,
+        num_anchors: int,
+        block_size: int,
+        gamma: float,
+        seed: int,
+        heldout_limit: int,
     ) -> None:
         self.data, self.seed = data, seed
         self.seq_len, self.num_anchors, self.block_size, self.gamma = seq_len, num_anchors, block_size, gamma
         self.train_plan = PackPlan(data.train.lengths, seq_len, seed)
         self.heldout_plan = PackPlan(data.heldout.lengths, seq_len, seed, shuffle=False)
+        self.num_heldout = min(heldout_limit, len(self.heldout_plan))
 
     def __call__(self, item: WorkItem) -> TokenPack:
-        """Build the pack; padding, and held-out numbers past the last row, give an empty one."""
+        """Build the pack; padding, and held-out numbers past the limit, give an empty one."""
         ids, mask, doc, position = (np.zeros(self.seq_len, dtype=np.int32) for _ in range(4))
         doc[:] = PAD_DOCUMENT
         cursor = 0
@@ -179,7 +188,7 @@ class Collator:
     def _documents(self, item: WorkItem) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
         if item.stream is Stream.TRAIN:
             return (self.data.train[index] for index in self.train_plan.documents(item.number))
-        if item.stream is Stream.HELDOUT and item.number < len(self.heldout_plan):
+        if item.stream is Stream.HELDOUT and item.number < self.num_heldout:
             return (self.data.heldout[index] for index in self.heldout_plan.documents(item.number))
         return iter(())
 

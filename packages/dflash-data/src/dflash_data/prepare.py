@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset, Features, Sequence, Value
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dflash_data.chat import ChatEncoder, Refused
 from dflash_data.sources import SourceRow, read_rows
@@ -70,13 +70,20 @@ def settings_of(
     """What decides the result; a prepared folder with equal settings is reused."""
     return {
         "format": FORMAT,
-        "sources": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths},
+        "sources": [[str(path), hashlib.sha256(path.read_bytes()).hexdigest()] for path in paths],
         "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-        "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+        "tokenizer": hashlib.sha256(_tokenizer_text(tokenizer).encode()).hexdigest(),
         "max_length": max_length,
         "heldout_ratio": heldout_ratio,
         "template_options": options,
     }
+
+
+def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What decides how a tokenizer cuts text: all of it where it is a fast one, else its vocabulary."""
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        return tokenizer.backend_tokenizer.to_str()
+    return json.dumps(tokenizer.get_vocab(), sort_keys=True)
 
 
 def prepare(
@@ -94,7 +101,7 @@ def prepare(
         The ledger, and whether it was reused from an earlier run with equal inputs and settings.
 
     Raises:
-        UserError: the tokenizer has no chat template, or no row could be used.
+        UserError: the tokenizer has no chat template, ``out`` holds something else, or no row could be used.
     """
     if not tokenizer.chat_template:
         raise UserError("the target's tokenizer has no chat template; conversations need one")
@@ -102,21 +109,30 @@ def prepare(
     known = read_ledger(out)
     if known is not None and known.settings == settings:
         return known, True
+    out = out.absolute()
+    if known is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"data.path is {out}; it exists and is no prepared dataset: choose a folder of its own")
     encoder = ChatEncoder(tokenizer, options, max_length)
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     ledger = _tokenize(paths, work, encoder, Ledger(settings), heldout_ratio)
     if not ledger.rows["train"]:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in ledger.dropped.most_common())
         shutil.rmtree(work)
-        raise UserError(
-            f"data.sources: none of {ledger.rows_in} rows can be trained on ({reasons or 'the files are empty'})"
-        )
+        raise UserError(f"data.sources: none of {ledger.rows_in} rows can be trained on ({_reasons(ledger)})")
     ledger.write(work)
     shutil.rmtree(out, ignore_errors=True)
     work.rename(out)
     return ledger, False
+
+
+def _reasons(ledger: Ledger) -> str:
+    if not ledger.rows_in:
+        return "the files are empty"
+    reasons = [f"{reason}: {count}" for reason, count in ledger.dropped.most_common()]
+    if ledger.rows["heldout"]:
+        reasons.append(f"held out by data.heldout_ratio: {ledger.rows['heldout']}")
+    return ", ".join(reasons)
 
 
 def read_ledger(folder: Path) -> Ledger | None:
@@ -190,7 +206,7 @@ class DatasetWriter:
         for split, writer in self._writers.items():
             count, _ = writer.finalize()
             path = self.folder / f"{split}.arrow"
-            dataset = Dataset.from_file(str(path)) if count else Dataset.from_dict({}, features=FEATURES)
-            dataset.save_to_disk(str(self.folder / split))
+            rows = Dataset.from_file(str(path))
+            rows.save_to_disk(str(self.folder / split), num_shards=None if count else 1)  # 0 shards cannot be opened
             path.unlink()
         return self._digest.hexdigest()

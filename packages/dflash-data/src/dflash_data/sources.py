@@ -59,9 +59,15 @@ def _parse(file: str, line: int, raw: bytes) -> SourceRow:
     if "messages" in row:
         return SourceRow(file, line, row)
     if isinstance(row.get("conversations"), list):
-        turns = [
-            {"role": SHAREGPT_ROLES.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
-            for turn in row["conversations"]
-        ]
-        return SourceRow(file, line, {**row, "messages": turns})
+        return _sharegpt(file, line, row)
     return SourceRow(file, line, None, "neither messages nor conversations")
+
+
+def _sharegpt(file: str, line: int, row: dict[str, Any]) -> SourceRow:
+    turns = []
+    for turn in row["conversations"]:
+        speaker = turn.get("from") if isinstance(turn, dict) else None
+        if not isinstance(speaker, str):
+            return SourceRow(file, line, None, "conversations holds something without from and value")
+        turns.append({"role": SHAREGPT_ROLES.get(speaker, speaker), "content": turn.get("value")})
+    return SourceRow(file, line, {**row, "messages": turns})

@@ -7,6 +7,8 @@ The JSON form is the layout that z-lab's reference package, SGLang and vLLM read
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.configuration_utils import PretrainedConfig
+
 from dflash_model.errors import UserError
 
 FULL = "full_attention"
@@ -119,6 +121,22 @@ class DrafterConfig:
     def window(self, layer_type: str) -> int | None:
         """Visible tokens back from a query, itself included; None for all."""
         return self.sliding_window if layer_type == SLIDING else None
+
+    def check_fits(self, target: PretrainedConfig, origin: str, target_origin: str) -> None:
+        """Whether this drafter was made for a target of this shape.
+
+        Raises:
+            UserError: width, vocabulary or depth differ; names both sides.
+        """
+        for key, value in (
+            ("hidden_size", target.hidden_size),
+            ("vocab_size", target.vocab_size),
+            ("num_target_layers", target.num_hidden_layers),
+        ):
+            if getattr(self, key) != value:
+                raise UserError(
+                    f"{origin} has {key} {getattr(self, key)}, {target_origin} has {value}; they do not belong together"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` that z-lab's package, SGLang and vLLM load."""

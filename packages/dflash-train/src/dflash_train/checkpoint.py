@@ -6,6 +6,7 @@ complete. Beside the sharded state stands ``dflash/``, the drafter in the layout
 
 import json
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ class Checkpointer:
         dcp.load(state, checkpoint_id=self.folder / f"step-{step}" / "state", process_group=self.group)
         drafter.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
+        with warnings.catch_warnings():  # torchtitan recomputes the rate with a method that torch warns about
+            warnings.filterwarnings("ignore", message="To get the last learning rate")
+            schedule.load_state_dict(state["schedule"])
 
 
 def _state(drafter: Drafter, optimizers: OptimizersContainer, schedule: LRSchedulersContainer) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dflash_model.errors import UserError
 
@@ -69,12 +69,10 @@ def parse(schema: type[Config], argv: list[str], usage: str, default_config: str
         if file:
             merged = _merge(merged, _read_yaml(file), known, file)
             merged = OmegaConf.merge(merged, {"config": file})
-        merged = _merge(
-            merged,
-            OmegaConf.from_dotlist([f"{k}={_listed(schema, k, v)}" for k, v in given.items()]),
-            known,
-            "command line",
-        )
+        for name, text in given.items():
+            change = OmegaConf.create()
+            OmegaConf.update(change, name, _value(schema, name, text))
+            merged = _merge(merged, change, known, "command line")
         for name in sorted(OmegaConf.missing_keys(merged)):
             raise UserError(f"{name} is not set; give it in the config file or as {name}=…")
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
@@ -88,7 +86,7 @@ def _read_yaml(file: str) -> DictConfig:
         raise UserError(f"config is {file}; there is no such file")
     try:
         loaded = OmegaConf.load(path)
-    except YAMLError as error:
+    except yaml.YAMLError as error:
         raise UserError(f"config is {file}; it is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(loaded, DictConfig):
         raise UserError(f"config is {file}; it must hold sections of keys")
@@ -113,14 +111,23 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - Ome
         yield prefix.rstrip(".")
 
 
-def _listed(schema: type, name: str, value: str) -> str:
-    """``a,b`` means ``[a,b]`` where the key is a list."""
+def _value(schema: type, name: str, text: str) -> Any:  # noqa: ANN401 - any type a setting can have
+    """An argument's value by the type of its key: text stays as typed, ``a,b`` is a list, the rest is YAML.
+
+    Raises:
+        UserError: it is not YAML where it must be.
+    """
     hint: Any = schema
     for part in name.split("."):
         hint = get_type_hints(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
-    if hint is not None and "list[" in str(hint) and not value.startswith("["):
-        return f"[{value}]"
-    return value
+    if hint is str or (hint == str | None and text != "null"):
+        return text
+    if "list[" in str(hint) and not text.startswith("["):
+        text = f"[{text}]"
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{name} is {text!r}; it is not YAML: {str(error).splitlines()[0]}") from error
 
 
 def run_tool(main: Callable[[list[str]], int]) -> None:

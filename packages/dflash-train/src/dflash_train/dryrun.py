@@ -35,6 +35,14 @@ class Share:
         return f"{self.total / GIB:.1f} GiB on its device ({parts}), {self.host / GIB:.2f} GiB of host memory"
 
 
+def big(number: int) -> str:
+    """``26.896 B``, ``134.5 M``, ``431 k``."""
+    for unit, size, digits in (("B", 1e9, 3), ("M", 1e6, 1)):
+        if number >= size:
+            return f"{number / size:.{digits}f} {unit}"
+    return f"{number / 1e3:.0f} k"
+
+
 def count(module: nn.Module) -> int:
     """Parameters, tied ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
@@ -96,9 +104,9 @@ def report(job: Job) -> str:
     layers = job.target.config.num_hidden_layers
     lines = [
         f"ranks        {split.world_size}: {split.describe()}",
-        f"target       {total / 1e9:.3f} B parameters, {layers} layers; built up to tap"
-        f" {max(job.drafter.target_layer_ids)}: {count(decoder_of(built)) / 1e9:.3f} B (head included: no)",
-        f"drafter      {drafter / 1e9:.3f} B parameters, {job.drafter.num_layers} layers, block"
+        f"target       {big(total)} parameters, {layers} layers; built up to tap"
+        f" {max(job.drafter.target_layer_ids)}: {big(count(decoder_of(built)))} (head included: no)",
+        f"drafter      {big(drafter)} parameters, {job.drafter.num_layers} layers, block"
         f" {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
         f"             layers {', '.join(job.drafter.layer_types)}"
         + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
@@ -112,6 +120,8 @@ def report(job: Job) -> str:
         held = sum(share.total for name, share in shares if name in roles)
         lines.append(f"rank {rank:<8}{' and '.join(roles)}: {held / GIB:.1f} GiB")
     lines += [f"a {name} rank  {share.line()}" for name, share in shares]
+    if config.mesh.target is None and config.mesh.drafter is None:
+        lines.append("             (for another split, set mesh.target and mesh.drafter)")
     lines.append("             (activations are a plan from shapes, without allocator overhead)")
     lines += _work(job)
     _check_fit(job, shares)

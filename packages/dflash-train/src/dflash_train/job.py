@@ -73,21 +73,20 @@ class Job:
         return Collator(
             data, seq_len=section.seq_len, num_anchors=section.anchors_per_pack, block_size=block_size, gamma=gamma,
             seed=self.config.run.seed,
+            heldout_limit=self.config.evaluate.packs,
         )  # fmt: skip
 
     def heldout_packs(self, collator: Collator) -> int:
         """Packs of one evaluation, filled up with empty ones so that every drafter rank has as many."""
-        wanted = min(self.config.evaluate.packs, len(collator.heldout_plan))
-        return -(-wanted // self.split.num_drafters) * self.split.num_drafters
+        return -(-collator.num_heldout // self.split.num_drafters) * self.split.num_drafters
 
     def heldout_chunks(self, collator: Collator) -> int:
         """Drafter forwards one held-out pack needs so that each of its anchors is drafted once."""
-        data, limit = self.config.data, min(self.config.evaluate.packs, len(collator.heldout_plan))
         most = 0
-        for number in range(limit):
+        for number in range(collator.num_heldout):
             documents = (collator.data.heldout[index] for index in collator.heldout_plan.documents(number))
             most = max(most, sum(len(anchor_candidates(mask, 0 * ids)) for ids, mask in documents))
-        return -(-most // data.anchors_per_pack)
+        return -(-most // self.config.data.anchors_per_pack)
 
     def schedule(self, collator: Collator, start_step: int) -> Schedule:
         """The numbered sequence of the whole job."""
@@ -125,8 +124,11 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
     """
     split = make_split(config.mesh, world_size)
     _check_numbers(config)
+    _check_choices(config)
     _check_packs_per_step(config, split)
-    target = find_target(config.target.path, config.target.config)
+    described = config.target.config is not None
+    path = None if world_size is None and described else config.target.path  # a dry run needs no checkpoint
+    target = find_target(path, config.target.config)
     drafter = drafter_config(config.drafter, target, config.target.tokenizer)
     if (config.data.anchors_per_pack * drafter.block_size) % TILE:
         raise UserError(
@@ -157,12 +159,18 @@ def _check_numbers(config: RunConfig) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
+    for name, value in (("run.seed", config.run.seed), ("evaluate.packs", config.evaluate.packs)):
+        if value < 0:
+            raise UserError(f"{name} is {value}; it must be 0 or more")
     for name, value in (
         ("optimizer.lr", config.optimizer.lr),
         ("channel.timeout_seconds", config.channel.timeout_seconds),
     ):
         if value <= 0:
             raise UserError(f"{name} is {value}; it must be positive")
+
+
+def _check_choices(config: RunConfig) -> None:
     for name, value in (("target.dtype", config.target.dtype), ("trainer.dtype", config.trainer.dtype)):
         if value not in DTYPES:
             raise UserError(f"{name} is {value!r}; it takes {' or '.join(DTYPES)}")
@@ -190,16 +198,7 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
     goal = target.config
     if section.init_from is not None:
         drafter = read_config(Path(section.init_from).expanduser())
-        for name, value in (
-            ("hidden_size", goal.hidden_size),
-            ("vocab_size", goal.vocab_size),
-            ("num_target_layers", goal.num_hidden_layers),
-        ):
-            if getattr(drafter, name) != value:
-                raise UserError(
-                    f"drafter.init_from: its {name} is {getattr(drafter, name)}, the target's is {value}; it was"
-                    " made for another target"
-                )
+        drafter.check_fits(goal, f"drafter.init_from ({section.init_from})", "the target")
         return drafter
     if section.hidden_size not in (None, goal.hidden_size):
         raise UserError(

@@ -1,0 +1,158 @@
+"""Whole jobs on forked gloo ranks: every split is the same run, and so is a resumed one."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dflash_model import UserError
+from dflash_train.cli import parse
+from dflash_train.config import RunConfig
+from dflash_train.job import check_job
+from dflash_train.run import run_job
+from support.ranks import run_ranks
+from support.tiny import DENSE, HYBRID
+
+STEPS = 4
+
+
+def settings(folder: Path, model: dict[str, Any], **changes: Any) -> list[str]:
+    """A small job: 6 packs a step, a line and an evaluation every step or two, data and target shared by all runs."""
+    config = {
+        "run": {"dir": str(folder / "run")},
+        "target": {"dtype": "float32", "config": model},
+        "drafter": {"num_layers": 2, "target_layer_ids": [0, 1, 2], "block_size": 8, "mask_token_id": 130,
+                    "num_sliding_layers": 1, "sliding_window": 32},
+        "data": {"path": str(folder.parent / "data"), "synthetic_documents": 24,
+                 "seq_len": 128, "anchors_per_pack": 32},
+        "trainer": {"steps": STEPS, "packs_per_step": 6, "dtype": "float32", "compile": False},
+        "optimizer": {"lr": 3e-3},
+        "evaluate": {"interval": 2},
+        "checkpoint": {"interval": 1, "keep": 9},
+        "log": {"interval": 1},
+        "channel": {"timeout_seconds": 30, "start_timeout_seconds": 60},
+        "mesh": {"device": "cpu"},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.yaml").write_text(json.dumps(config))
+    return [f"config={folder / 'job.yaml'}", *(f"{name}={value}" for name, value in changes.items())]
+
+
+def run(folder: Path, world_size: int, model: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
+    """Run a job; returns what it logged."""
+    argv = settings(folder, model, **changes)
+
+    def work(rank: int) -> None:
+        run_job(check_job(parse(RunConfig, argv, ""), dist.get_world_size()))
+
+    run_ranks(work, world_size, folder)
+    return logged(folder)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(folder: Path) -> list[tuple[int, int, int]]:
+    lines = (folder / "run" / "evaluations.jsonl").read_text().splitlines()
+    return [(row["step"], row["tokens"], row["rounds"]) for row in map(json.loads, lines)]
+
+
+QWEN3 = {"model_type": "qwen3", **DENSE, "num_hidden_layers": 4}
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    **HYBRID,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
+
+def test_every_split_is_the_same_run(tmp_path: Path) -> None:
+    """Colocated on 1 and 2, 1+1, 2+1 and 5+3 with the same packs per step: losses, acceptance and weights agree."""
+    straight = run(tmp_path / "one", 1, QWEN3)
+    weights = load_file(tmp_path / "one" / "run" / "checkpoints" / f"step-{STEPS}" / "dflash" / "model.safetensors")
+    assert [row["step"] for row in straight] == [1, 2, 3, 4]
+    assert straight[-1]["loss"] < straight[0]["loss"] - 0.03
+    for name, ranks, changes in (
+        ("both", 2, {"mesh.colocated": "true"}),
+        ("1+1", 2, {}),
+        ("2+1", 3, {}),
+        ("5+3", 8, {}),
+    ):
+        other = run(tmp_path / name, ranks, QWEN3, **changes)
+        for a, b in zip(straight, other, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+            assert (a["acc"], a["lr"]) == pytest.approx((b["acc"], b["lr"]), abs=1e-3)
+        assert evaluations(tmp_path / "one") == evaluations(tmp_path / name)
+        found = load_file(tmp_path / name / "run" / "checkpoints" / f"step-{STEPS}" / "dflash" / "model.safetensors")
+        for key, tensor in weights.items():
+            torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-3)  # bf16 files
+
+
+def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:
+    """As if killed after step 2: same command, then as 1+1 instead of 2+1; curves have one value a step."""
+    straight = run(tmp_path / "straight", 3, QWEN3_5)
+    for name, ranks in (("same", 3), ("other", 2)):
+        shutil.copytree(tmp_path / "straight", tmp_path / name)
+        for step in (3, 4):
+            shutil.rmtree(tmp_path / name / "run" / "checkpoints" / f"step-{step}")
+        resumed = run(tmp_path / name, ranks, QWEN3_5)
+        assert [row["step"] for row in resumed] == [1, 2, 3, 4]
+        for a, b in zip(straight, resumed, strict=True):
+            assert (a["loss"], a["grad_norm"], a["lr"]) == (
+                (b["loss"], b["grad_norm"], b["lr"])
+                if name == "same"
+                else pytest.approx((b["loss"], b["grad_norm"], b["lr"]), rel=1e-3)
+            )
+        assert evaluations(tmp_path / "straight") == evaluations(tmp_path / name)
+        state = [
+            tmp_path / run_ / "run" / "checkpoints" / "step-4" / "dflash" / "model.safetensors"
+            for run_ in ("straight", name)
+        ]
+        if name == "same":
+            assert state[0].read_bytes() == state[1].read_bytes()
+        board = EventAccumulator(str(tmp_path / name / "run" / "tensorboard")).Reload()
+        steps = [event.step for event in board.Scalars("Train/loss")]
+        assert steps == [1, 2, 3, 4]
+        for tag in (
+            "Train/acc",
+            "Train/streak",
+            "Train/lr",
+            "Acceptance/pooled",
+            "Pipeline/tokens_s",
+            "Pipeline/q_hs_0",
+            "Pipeline/q_pre_0",
+        ):
+            assert tag in board.Tags()["scalars"]
+
+
+def test_a_run_that_would_change_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "job", 1, QWEN3)
+    argv = settings(tmp_path / "job", QWEN3, **{"trainer.packs_per_step": 3})
+
+    def work(rank: int) -> str:
+        try:
+            run_job(check_job(parse(RunConfig, argv, ""), 1))
+        except UserError as error:
+            return str(error)
+        return "not refused"
+
+    assert "trainer.packs_per_step = 6, this one has 3" in run_ranks(work, 1, tmp_path)[0]
+
+
+def test_warm_start_begins_where_the_other_drafter_ended(tmp_path: Path) -> None:
+    run(tmp_path / "first", 1, QWEN3)
+    drafter = tmp_path / "first" / "run" / "checkpoints" / f"step-{STEPS}" / "dflash"
+    run(tmp_path / "second", 1, QWEN3, **{"drafter.init_from": drafter})
+    before, after = evaluations(tmp_path / "first")[-1], evaluations(tmp_path / "second")[0]
+    assert after[0] == 0
+    assert after[1] == before[1]
+    assert np.isclose(after[2], before[2], rtol=0.02)  # the file is bf16, the run was fp32

@@ -1,0 +1,52 @@
+"""A small byte-level tokenizer with a ChatML template, trained in-process; any text round-trips."""
+
+from functools import cache
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LINES = [
+    "user assistant system tool",
+    "The quick brown fox jumps over the lazy dog. The dog does not mind.",
+    "What is the capital of France? The capital of France is Paris.",
+]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like templates that drop the reasoning of earlier turns: an assistant turn is emptied once a user turn follows it.
+FORGETFUL = (
+    "{% set last = namespace(user=-1) %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] != 'assistant' or loop.index0 > last.user %}{{ message['content'] }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    return tokenizer.to_str()
+
+
+def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """A fresh tokenizer; the same ids every time."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained()),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = template
+    return tokenizer

@@ -1,0 +1,43 @@
+"""The chunked head and loss against a dense fp64 reference, values and gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dflash_train.loss import frozen_head_loss
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_equals_dense(chunk_rows: int, dtype: torch.dtype, tolerance: float) -> None:
+    """23 rows, so that chunks of 7 leave a rest; the loss itself is always fp32."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(23, 16, dtype=torch.float64), torch.randn(37, 16, dtype=torch.float64)
+    hidden, head = hidden.to(dtype), head.to(dtype)
+    label, weight = torch.randint(0, 37, (23,)), torch.rand(23)
+    weight[5] = 0.0
+    reference = hidden.to(torch.float64, copy=True).requires_grad_()
+    logits = reference @ head.double().T
+    expected = (F.cross_entropy(logits, label, reduction="none") * weight).sum()
+    expected.backward()
+
+    mine = hidden.clone().requires_grad_()
+    loss, choice = frozen_head_loss(mine, head, label, weight, chunk_rows)
+    (3 * loss).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    assert reference.grad is not None
+    assert mine.grad is not None
+    error = (mine.grad.double() / 3 - reference.grad).norm() / reference.grad.norm()
+    assert error < tolerance
+    assert mine.grad[5].abs().max() == 0
+    if dtype is not torch.bfloat16:
+        assert torch.equal(choice, logits.argmax(-1))
+
+
+def test_no_rows_is_zero_and_keeps_the_graph() -> None:
+    hidden = torch.randn(0, 16, requires_grad=True)
+    loss, choice = frozen_head_loss(hidden, torch.randn(37, 16), torch.zeros(0).long(), torch.zeros(0), 8)
+    loss.backward()
+    assert loss.item() == 0
+    assert choice.shape == (0,)
+    assert hidden.grad is not None
