@@ -24,7 +24,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml $(wildcard packages/*/pyproje
 demo: install
 	$(BIN)/python tools/demo_target.py out=$(TARGET)
 	$(BIN)/python tools/prepare.py $(DEMO)
-	$(BIN)/torchrun --nproc-per-node 3 tools/train.py $(DEMO) run.dir=$(RUN)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 tools/train.py $(DEMO) run.dir=$(RUN)
 	$(BIN)/python tools/generate.py target.path=$(TARGET) target.dtype=float32 max_new_tokens=96 \
 		drafter.path=$(RUN)/checkpoints/step-$(STEPS)/dflash prompt="List five things you can find in a kitchen."
 	@grep -h 'held-out acceptance' $(RUN)/log.txt | tail -n 1

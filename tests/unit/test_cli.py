@@ -164,7 +164,7 @@ def test_an_evaluation_holds_at_most_the_packs_asked_for(tmp_path: Path, world: 
     """Whatever the split, the held-out rows of one evaluation are the same; the rest is empty."""
     write_synthetic(tmp_path / "data", documents=64, max_length=128, vocab_size=131, seed=0)
     found = check_job(job(evaluate__packs=2, data__seq_len=128), world)
-    make = found.collator(open_prepared(tmp_path / "data", 128))
+    make = found.collator(open_prepared(tmp_path / "data", seq_len=128, vocab_size=512))
     assert len(make.heldout_plan) > 4
     items = found.schedule(make, 0)
     first = items.segments[0]

@@ -68,7 +68,7 @@ def test_unshuffled_is_the_natural_order() -> None:
 def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     folder = tmp_path_factory.mktemp("synthetic") / "data"
     write_synthetic(folder, documents=40, max_length=96, vocab_size=131, seed=1)
-    return open_prepared(folder, SEQ_LEN)
+    return open_prepared(folder, seq_len=SEQ_LEN, vocab_size=100_000)
 
 
 def collator(data: PreparedData, seed: int = 7) -> Collator:

@@ -9,6 +9,7 @@ import pytest
 from dflash_data.dataset import Documents, open_prepared
 from dflash_data.prepare import Ledger, is_heldout, prepare
 from dflash_data.sources import check_sources
+from dflash_data.synthetic import write_synthetic
 from dflash_model.errors import UserError
 from support.tokenizer import chat_tokenizer
 
@@ -60,7 +61,7 @@ def test_every_row_is_kept_or_dropped_with_its_place(tmp_path: Path) -> None:
     assert ledger.dropped["not a JSON row"] == 3
     assert ledger.rows_in == 12  # the blank line is none
     assert ledger.rows == {"train": 5, "heldout": 0}
-    data = open_prepared(tmp_path / "out", 256)
+    data = open_prepared(tmp_path / "out", seq_len=256, vocab_size=100_000)
     assert answers(data.train) == ["After a BOM.", odd, "From ShareGPT.", "Cut", "Last."]
     assert data.train.rows.with_format(None)["source"][1:3] == [f"{first}:4", f"{first}:10"]
     ids, mask = data.train[3]
@@ -90,7 +91,7 @@ def test_unchanged_input_is_reused_and_changed_input_redone(tmp_path: Path) -> N
     second, reused = run([source], out)
     assert not reused
     assert second.fingerprint != first.fingerprint
-    assert answers(open_prepared(out, 256).train) == ["One.", "Two."]
+    assert answers(open_prepared(out, seq_len=256, vocab_size=100_000).train) == ["One.", "Two."]
     assert run([source], out, max_length=200)[1] is False, "another setting is another result"
 
 
@@ -100,7 +101,7 @@ def test_nothing_to_train_on_is_an_error_and_leaves_the_old_folder(tmp_path: Pat
     write(source, [b"bad", b"bad", {"messages": []}])
     with pytest.raises(UserError, match=r"none of 3 rows .*\(not a JSON row: 2, no messages: 1\)"):
         run([source], out)
-    assert answers(open_prepared(out, 256).train) == ["One."]
+    assert answers(open_prepared(out, seq_len=256, vocab_size=100_000).train) == ["One."]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
@@ -120,7 +121,7 @@ def test_a_folder_that_is_no_dataset_is_never_deleted(tmp_path: Path) -> None:
 def test_splits_are_disjoint_complete_and_keep_equal_conversations_together(tmp_path: Path) -> None:
     rows = [chat(f"Answer {number % 60}.", finish_reason="stop", id=number) for number in range(120)]
     ledger, _ = run([write(tmp_path / "a.jsonl", rows)], tmp_path / "out", heldout_ratio=0.3)
-    data = open_prepared(tmp_path / "out", 256)
+    data = open_prepared(tmp_path / "out", seq_len=256, vocab_size=100_000)
     train, heldout = answers(data.train), answers(data.heldout)
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == sorted(f"Answer {number % 60}." for number in range(120))
@@ -136,3 +137,10 @@ def test_missing_sources_and_templates_are_named(tmp_path: Path) -> None:
         check_sources([str(tmp_path / "gone.jsonl")])
     with pytest.raises(UserError, match="no chat template"):
         prepare([], tmp_path / "out", chat_tokenizer(None), max_length=9, heldout_ratio=0, options={})
+
+
+def test_a_dataset_for_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "data", documents=8, max_length=32, vocab_size=500, seed=0)
+    open_prepared(tmp_path / "data", seq_len=128, vocab_size=500)
+    with pytest.raises(UserError, match="holds token id 498, the target's vocabulary ends at 99"):
+        open_prepared(tmp_path / "data", seq_len=128, vocab_size=100)

@@ -40,17 +40,23 @@ class PreparedData:
     ledger: Ledger
 
 
-def open_prepared(folder: Path, seq_len: int) -> PreparedData:
+def open_prepared(folder: Path, *, seq_len: int, vocab_size: int) -> PreparedData:
     """Open what ``tools/prepare.py`` wrote.
 
     Raises:
-        UserError: there is nothing there, it is empty, or a document is longer than a row.
+        UserError: there is nothing there, it is empty, a document is longer than a row, or it was made for another
+            vocabulary.
     """
     ledger = read_ledger(folder)
     if ledger is None:
         raise UserError(
             f"data.path is {folder}; there is no prepared dataset there (make one: python tools/prepare.py config=…"
             f" data.path={folder} data.sources=…)"
+        )
+    if ledger.max_token_id >= vocab_size:
+        raise UserError(
+            f"data.path is {folder}; it holds token id {ledger.max_token_id}, the target's vocabulary ends at"
+            f" {vocab_size - 1}: prepare it with this target's tokenizer"
         )
     disable_progress_bars()
     train, heldout = (_open(folder / split) for split in ("train", "heldout"))

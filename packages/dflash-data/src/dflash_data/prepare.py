@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, Sequence, Value
+from datasets import Dataset, Features, Sequence, Value, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -21,7 +21,7 @@ from dflash_data.chat import ChatEncoder, Refused
 from dflash_data.sources import SourceRow, read_rows
 from dflash_model.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 FEATURES = Features(
     {
         "input_ids": Sequence(Value("int32")),
@@ -45,6 +45,7 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_rows: list[dict[str, Any]] = field(default_factory=list)
     generated_by: Counter[str] = field(default_factory=Counter)
+    max_token_id: int = 0
     fingerprint: str = ""
 
     def write(self, folder: Path) -> None:
@@ -162,6 +163,7 @@ def _tokenize(paths: list[Path], work: Path, encoder: ChatEncoder, ledger: Ledge
         writer.write(split, row)
         ledger.rows[split] += 1
         ledger.tokens[split] += row["length"]
+        ledger.max_token_id = max(ledger.max_token_id, *row["input_ids"])
         ledger.supervised_tokens[split] += row["supervised"]
         ledger.generated_by[str((source.row or {}).get("generated_by"))] += 1
     progress.close()
@@ -190,6 +192,7 @@ class DatasetWriter:
     """Streams rows into the two splits and fingerprints their content."""
 
     def __init__(self, folder: Path) -> None:
+        disable_progress_bars()  # of datasets; the tools show their own
         self.folder = folder
         self._digest = hashlib.sha256()
         self._writers = {

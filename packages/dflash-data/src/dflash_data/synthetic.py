@@ -17,7 +17,8 @@ def write_synthetic(folder: Path, *, documents: int, max_length: int, vocab_size
     rng = np.random.default_rng((seed, 7))
     work = folder.with_name(folder.name + ".partial")
     work.mkdir(parents=True)
-    ledger = Ledger({"synthetic": documents, "max_length": max_length, "seed": seed}, rows_in=documents)
+    settings = {"documents": documents, "max_length": max_length, "vocab_size": vocab_size, "seed": seed}
+    ledger = Ledger(settings, rows_in=documents, max_token_id=vocab_size - 2)
     writer = DatasetWriter(work)
     for number in range(documents):
         length = int(rng.integers(max_length // 4, max_length + 1))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from dflash_data.packs import TokenPack
 from dflash_data.weights import TargetFiles, load_module
@@ -127,6 +128,7 @@ def write_random_target(config: PretrainedConfig, folder: Path, seed: int) -> No
 
     The folder appears complete or not at all.
     """
+    disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     work = folder.with_name(folder.name + ".partial")

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,8 @@ def _value(schema: type, name: str, text: str) -> Any:  # noqa: ANN401 - any typ
 
 def run_tool(main: Callable[[list[str]], int]) -> None:
     """Run a tool's main; a UserError becomes one sentence on stderr and exit code 2."""
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a job at once, without a traceback from every rank
     try:
         code = main(sys.argv[1:])
     except UserError as error:

@@ -63,8 +63,8 @@ class Job:
         )
 
     def open_data(self) -> PreparedData:
-        """The dataset, checked against the row length."""
-        return open_prepared(self.data_dir, self.config.data.seq_len)
+        """The dataset, checked against row length and vocabulary."""
+        return open_prepared(self.data_dir, seq_len=self.config.data.seq_len, vocab_size=self.drafter.vocab_size)
 
     def collator(self, data: PreparedData) -> Collator:
         """Work items to token packs."""

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from dflash_data.packs import Collator
 from dflash_data.pipeline import MadePack, hidden_states
+from dflash_data.prepare import read_ledger
 from dflash_data.schedule import Schedule
 from dflash_data.synthetic import write_synthetic
-from dflash_data.target import ShardedTarget, TargetModel, write_random_target
+from dflash_data.target import ShardedTarget, find_target, write_random_target
 from dflash_model import UserError
 from dflash_train.channel import LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, find_resume_step
@@ -24,6 +25,8 @@ from dflash_train.mesh import Meshes, make_meshes
 from dflash_train.metrics import RunLog, logger, start_logging
 from dflash_train.titan import peak_flops
 from dflash_train.trainer import Course, Trainer, make_packs
+
+SYNTHETIC_LENGTH = 96  # longest synthetic document: a few in every row
 
 
 def pick_device(job: Job) -> torch.device:
@@ -63,6 +66,8 @@ def run_job(job: Job) -> None:
     identity = job.identity(data.ledger.fingerprint)
     start_step = find_resume_step(job.run_dir / "checkpoints", identity)
     _agree({"start_step": start_step, **identity})
+    if meshes.rank == 0:
+        (job.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(job.config)))
     steps = job.config.trainer.steps
     if start_step == steps:
         if meshes.rank == 0:
@@ -124,22 +129,40 @@ def _target_packs(job: Job, meshes: Meshes, schedule: Schedule, collator: Collat
 
 
 def _materialise(job: Job) -> Job:
-    """Rank 0 writes what the configuration only describes: random targets, synthetic data, the run folder."""
+    """Rank 0 writes what the configuration only describes: random targets and synthetic data.
+
+    Raises:
+        UserError: what an earlier run wrote there is something else.
+    """
     folder = job.target.folder or job.run_dir / "target"
+    synthetic = synthetic_settings(job)
     if dist.get_rank() == 0:
         job.run_dir.mkdir(parents=True, exist_ok=True)
         if not folder.is_dir():
             write_random_target(job.target.config, folder, job.config.run.seed)
-        section = job.config.data
-        if section.synthetic_documents and not job.data_dir.is_dir():
-            write_synthetic(
-                job.data_dir, documents=section.synthetic_documents, max_length=min(section.seq_len, 96),
-                vocab_size=job.drafter.vocab_size, seed=job.config.run.seed,
-            )  # fmt: skip
-        resolved = OmegaConf.to_yaml(OmegaConf.structured(job.config))
-        (job.run_dir / "config.yaml").write_text(resolved)
+        if synthetic is not None and not job.data_dir.is_dir():
+            write_synthetic(job.data_dir, **synthetic)
     dist.barrier()
-    return Job(job.config, job.split, TargetModel(job.target.config, folder), job.drafter)
+    known = read_ledger(job.data_dir)
+    if synthetic is not None and (known is None or known.settings != synthetic):
+        raise UserError(
+            f"data.path is {job.data_dir}; it does not hold the synthetic data of this configuration:"
+            " remove it or choose another data.path"
+        )
+    target = find_target(str(folder), job.config.target.config)
+    return Job(job.config, job.split, target, job.drafter)
+
+
+def synthetic_settings(job: Job) -> dict[str, int] | None:
+    """What decides the synthetic data of a job, None if it uses prepared data."""
+    if not job.config.data.synthetic_documents:
+        return None
+    return {
+        "documents": job.config.data.synthetic_documents,
+        "max_length": min(job.config.data.seq_len, SYNTHETIC_LENGTH),
+        "vocab_size": job.drafter.vocab_size,
+        "seed": job.config.run.seed,
+    }
 
 
 def _agree(facts: dict[str, Any]) -> None:

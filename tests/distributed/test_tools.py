@@ -1,0 +1,68 @@
+"""The tools as a user starts them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_model import UserError
+from dflash_train.cli import parse
+from dflash_train.config import RunConfig
+from dflash_train.dryrun import report
+from dflash_train.job import check_job
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "tools" / "configs"
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "tools/train.py",
+        *arguments,
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_wrong_setting_is_one_sentence_and_all_ranks_leave() -> None:
+    result = torchrun(
+        2, "config=tools/configs/debug.yaml", "trainer.packs_per_step=5", "mesh.target=1", "mesh.drafter=2"
+    )
+    assert result.returncode == 1  # torchrun's own
+    assert result.stderr.count("error: mesh.target (1) + mesh.drafter (2) must equal the number of ranks (2") == 1
+    assert "exitcode  : 2" in result.stderr
+    assert "dflash_train" not in result.stderr, "a traceback of ours"
+
+
+def test_dry_run_of_the_reference_machine() -> None:
+    """Figures of the published models; the whole plan is made from shapes."""
+    text = report(check_job(parse(RunConfig, [f"config={CONFIGS / 'qwen3.6-27b.yaml'}"], ""), None))
+    assert "26.896 B parameters, 64 layers; built up to tap 61: 24.869 B" in text
+    assert "1.730 B parameters, 5 layers, block 16, taps [1, 16, 31, 46, 61]" in text
+    assert "8: 5 target + 3 drafter ranks" in text
+    assert text.count("sliding_attention") == 4
+    assert "4 on each drafter rank" in text
+
+
+def test_dry_run_refuses_what_cannot_fit() -> None:
+    argv = [f"config={CONFIGS / 'qwen3.6-27b.yaml'}", "mesh.memory_gib=24"]
+    with pytest.raises(
+        UserError, match=r"mesh.memory_gib is 24; a target rank would need .* GiB: use more target ranks"
+    ):
+        report(check_job(parse(RunConfig, argv, ""), None))
+
+
+def test_importing_is_light() -> None:
+    """No JAX, no CUDA, no process group; the model alone brings no torchtitan and no datasets."""
+    check = (
+        "import sys, torch, dflash_model; assert not {'torchtitan', 'datasets', 'jax'} & set(sys.modules);"
+        "import dflash_train.run; assert 'jax' not in sys.modules; assert not torch.cuda.is_initialized();"
+        "assert not torch.distributed.is_initialized(); print('light')"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout.strip() == "light", result.stderr
