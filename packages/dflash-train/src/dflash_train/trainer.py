@@ -193,7 +193,7 @@ class Trainer:
         return after < len(segments) and segments[after].stream is Stream.HELDOUT
 
     def _log_due(self, step: int) -> bool:
-        return self._is_due(step, self.job.config.log.interval) or step == self.course.start_step + 1
+        return self._is_due(step, self.job.config.log.interval) or step == 1
 
     def _count_time(self, began: float, waited: float) -> None:
         self.interval.train_s += time.perf_counter() - began
