@@ -155,6 +155,8 @@ class Trainer:
 
     def evaluate(self, segment: Segment) -> None:
         """Acceptance length on the held-out packs; weights and the training stream are untouched."""
+        if self.log is not None:
+            logger.info(f"evaluating on {segment.count} held-out packs")
         self.drafter.eval()
         mine: list[tuple[int, int]] = []
         for offset in range(segment.count):
