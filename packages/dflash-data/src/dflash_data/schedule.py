@@ -79,6 +79,11 @@ class Schedule:
         segment = self.segments[bisect_right(self._firsts, index) - 1]
         return WorkItem(index, segment.stream, segment.first_number + index - segment.first_index)
 
+    @property
+    def first_step_end(self) -> int:
+        """Index after the packs of the first step."""
+        return next(s.first_index + s.count for s in self.segments if s.stream is Stream.TRAIN)
+
     def rounds(self, num_targets: int) -> int:
         """Rounds every target rank runs, the last one filled up with padding."""
         return -(-self.length // num_targets)

@@ -35,15 +35,12 @@ class TargetModel:
     Attributes:
         config: transformers configuration of the language model.
         folder: where its weights and tokenizer are; None for a target of random weights described inline.
+        name: last part of its hub name or path, as datasets record who generated their responses.
     """
 
     config: PretrainedConfig
     folder: Path | None
-
-    @property
-    def name(self) -> str:
-        """The folder's name, as datasets record who generated their responses."""
-        return self.folder.name if self.folder is not None else "inline"
+    name: str
 
     @property
     def location(self) -> Path:
@@ -84,7 +81,7 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
     if path is None:
         if described is None:
             raise UserError("target.path is missing; it takes a hub name (Qwen/Qwen3-8B) or a folder")
-        return TargetModel(described, None)
+        return TargetModel(described, None, "inline")
     folder = _local_folder(path)
     try:
         config = text_config(AutoConfig.from_pretrained(folder))
@@ -97,7 +94,7 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
                     f"target.config.{key} is {getattr(described, key)}; the config at target.path ({path}) has"
                     f" {getattr(config, key, None)}"
                 )
-    return TargetModel(config, folder)
+    return TargetModel(config, folder, Path(path).name)
 
 
 def _inline_config(inline: dict[str, Any]) -> PretrainedConfig:

@@ -38,10 +38,21 @@ class ChannelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds a peer may be silent: for the first pack (loading, compiling), and afterwards."""
+    """Seconds a peer may be silent.
+
+    Attributes:
+        first: for items before ``settled``: loading, compiling and autotuning take their time.
+        later: afterwards; longer than any pause of a healthy peer (a checkpoint).
+        settled: index of the first item that is past the first step and what is buffered behind it.
+    """
 
     first: float
     later: float
+    settled: int
+
+    def of(self, item: WorkItem) -> float:
+        """The limit for one item."""
+        return self.first if item.index < self.settled else self.later
 
 
 class Receiver(Protocol):
@@ -84,8 +95,7 @@ class SendingChannel:
         for _ in range(2):  # one being filled while the other is sent
             self._free.put(_host_buffer(layout, device))
         self._outgoing: queue.Queue[_Outgoing | None] = queue.Queue()
-        self._error: BaseException | None = None
-        self._sent_one = False
+        self._error: Exception | None = None
         self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="channel-send", daemon=True)
         self._thread.start()
@@ -127,7 +137,7 @@ class SendingChannel:
             raise self._error
 
     def _take_free(self, item: WorkItem) -> Tensor:
-        limit = self._timeouts.later if self._sent_one else self._timeouts.first
+        limit = self._timeouts.of(item)
         deadline = time.monotonic() + limit + 5  # the thread reports the same wait more precisely
         while True:
             if self._error is not None:
@@ -141,28 +151,31 @@ class SendingChannel:
                     ) from None
 
     def _run(self) -> None:
-        while (out := self._outgoing.get()) is not None:
-            drafter = self._split.drafter_global(out.item.number % self._split.num_drafters)
-            limit = self._timeouts.later if self._sent_one else self._timeouts.first
-            try:
-                if out.copied is not None:
-                    out.copied.synchronize()
-                if out.device_span is not None:  # the launch time that the main thread wrote says little
-                    begun, ended = out.device_span
-                    self._layout.views(out.buffer)["stats"][STATS.index("forward_s")] = begun.elapsed_time(ended) / 1e3
-                work = dist.isend(out.buffer, drafter, group=self._group, tag=out.item.index)
-                assert work is not None
-                work.wait(timedelta(seconds=limit))
-            except RuntimeError as error:
-                self._error = ChannelError(
-                    f"target rank {dist.get_rank()}: drafter rank {drafter} did not take"
-                    f" {out.item.stream.name.lower()} pack"
-                    f" {out.item.number} within {limit:.0f} s ({_first_line(error)})"
-                )
-                self._error.__cause__ = error
-                return
-            self._sent_one = True
-            self._free.put(out.buffer)
+        try:
+            while (out := self._outgoing.get()) is not None:
+                self._deliver(out)
+                self._free.put(out.buffer)
+        except Exception as error:  # carried over to the main thread, which raises it
+            self._error = error
+
+    def _deliver(self, out: _Outgoing) -> None:
+        """Send one pack and wait until its drafter rank has taken it."""
+        if out.copied is not None:
+            out.copied.synchronize()
+        if out.device_span is not None:  # the launch time that the main thread wrote says little
+            begun, ended = out.device_span
+            self._layout.views(out.buffer)["stats"][STATS.index("forward_s")] = begun.elapsed_time(ended) / 1e3
+        drafter = self._split.drafter_global(out.item.number % self._split.num_drafters)
+        limit = self._timeouts.of(out.item)
+        try:
+            work = dist.isend(out.buffer, drafter, group=self._group, tag=out.item.index)
+            assert work is not None
+            work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            raise ChannelError(
+                f"target rank {dist.get_rank()}: drafter rank {drafter} did not take"
+                f" {out.item.stream.name.lower()} pack {out.item.number} within {limit:.0f} s ({_first_line(error)})"
+            ) from error
 
 
 @dataclass
@@ -190,12 +203,11 @@ class ReceivingChannel:
         self._layout, self._split, self._group, self._device, self._timeouts = layout, split, group, device, timeouts
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._expected = schedule.for_drafter(rank, split.num_drafters)
-        self._arrived: queue.Queue[_Arrived | ChannelError] = queue.Queue()
+        self._arrived: queue.Queue[_Arrived | Exception] = queue.Queue()
         self._returned: queue.Queue[tuple[Tensor, torch.cuda.Event | None]] = queue.Queue()
         for _ in range(depth):
             self._returned.put((_host_buffer(layout, device), None))
         self._staged: HiddenPack | None = None
-        self._received_one = False
         self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="channel-receive", daemon=True)
         self._thread.start()
@@ -224,8 +236,8 @@ class ReceivingChannel:
         """Join the thread; every expected pack must have been received."""
         self._thread.join()
 
-    def _stage(self, arrived: "_Arrived | ChannelError") -> HiddenPack:
-        if isinstance(arrived, ChannelError):
+    def _stage(self, arrived: _Arrived | Exception) -> HiddenPack:
+        if isinstance(arrived, Exception):
             raise arrived
         host = self._layout.views(arrived.buffer)
         if self._stream is None:
@@ -255,7 +267,7 @@ class ReceivingChannel:
                 arrived, work = posted.popleft()
                 self._wait(arrived.item, work)
                 self._arrived.put(arrived)
-        except ChannelError as error:
+        except Exception as error:  # carried over to the main thread, which raises it
             self._arrived.put(error)
 
     def _post(self, *, block: bool) -> tuple[_Arrived, dist.Work] | None:
@@ -275,7 +287,7 @@ class ReceivingChannel:
         return _Arrived(item, buffer), work
 
     def _wait(self, item: WorkItem, work: dist.Work) -> None:
-        limit = self._timeouts.later if self._received_one else self._timeouts.first
+        limit = self._timeouts.of(item)
         try:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
@@ -284,7 +296,6 @@ class ReceivingChannel:
                 f"drafter rank {dist.get_rank()}: target rank {source} did not send {item.stream.name.lower()} pack"
                 f" {item.number} within {limit:.0f} s ({_first_line(error)})"
             ) from error
-        self._received_one = True
 
 
 class LocalChannel:

@@ -131,8 +131,10 @@ class ChannelSection:
     """Hidden states from target to drafter ranks."""
 
     depth: int = key(4, "packs each drafter rank has asked for and not yet used (q_hs)")
-    timeout_seconds: float = key(120.0, "a peer silent for longer is an error")
-    start_timeout_seconds: float = key(1800.0, "the same for the first pack: loading and compiling take time")
+    timeout_seconds: float = key(300.0, "a peer silent for longer is an error; checkpoints must take less")
+    start_timeout_seconds: float = key(
+        1800.0, "the same until the first step is through: loading and compiling take time"
+    )
 
 
 @dataclass

@@ -84,7 +84,8 @@ def run_job(job: Job) -> None:
         schedule, start_step, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced"
     )
     section = job.config.channel
-    timeouts = Timeouts(section.start_timeout_seconds, section.timeout_seconds)
+    settled = schedule.first_step_end + section.depth * job.split.num_drafters + 2 * job.split.num_targets
+    timeouts = Timeouts(section.start_timeout_seconds, section.timeout_seconds, settled)
     packs = _target_packs(job, meshes, schedule, collator)
     receiver: Receiver
     if meshes.channel is None:
@@ -149,7 +150,7 @@ def _materialise(job: Job) -> Job:
             f"data.path is {job.data_dir}; it does not hold the synthetic data of this configuration:"
             " remove it or choose another data.path"
         )
-    target = find_target(str(folder), job.config.target.config)
+    target = job.target if job.target.folder is not None else find_target(str(folder), job.config.target.config)
     return Job(job.config, job.split, target, job.drafter)
 
 
