@@ -127,7 +127,7 @@ def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:
             "Train/streak",
             "Train/lr",
             "Acceptance/pooled",
-            "Pipeline/tokens_s",
+            "Pipeline/target_tokens_s",
             "Pipeline/q_hs_0",
             "Pipeline/q_pre_0",
         ):

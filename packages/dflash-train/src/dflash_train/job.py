@@ -1,6 +1,6 @@
 """A checked job: the configuration, and everything derived from it before any rank does work."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,9 @@ class Job:
             "data.anchors_per_pack": config.data.anchors_per_pack,
             "run.seed": config.run.seed,
             "data.fingerprint": fingerprint,
+            "target": self.target.name,
+            "loss.gamma": config.loss.gamma,
+            "optimizer": asdict(config.optimizer),
             "drafter": self.drafter.to_dict(),
         }
 

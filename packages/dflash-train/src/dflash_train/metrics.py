@@ -25,7 +25,7 @@ LAYOUT = {
     "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
     "Acceptance": {"held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]]},
     "Pipeline": {
-        "packs/s": ["Multiline", ["Pipeline/target_packs_s", "Pipeline/drafter_packs_s", "Pipeline/packs_s"]],
+        "tokens/s": ["Multiline", ["Pipeline/target_tokens_s", "Pipeline/drafter_tokens_s", "Pipeline/tokens_s"]],
         "queues": ["Multiline", [r"Pipeline/q_.*"]],
     },
 }
@@ -124,6 +124,19 @@ class Pipeline:
             colocated=colocated,
         )
 
+    def rates(self) -> dict[str, float]:
+        """What is logged: packs and tokens per second of the job, and what each side could do alone."""
+        tokens = self.tokens_s / max(self.packs_s, 1e-9)  # document tokens in a pack
+        return {
+            "packs_s": self.packs_s,
+            "tokens_s": self.tokens_s,
+            "target_packs_s": self.target_packs_s,
+            "target_tokens_s": self.target_packs_s * tokens,
+            "drafter_packs_s": self.drafter_packs_s,
+            "drafter_tokens_s": self.drafter_packs_s * tokens,
+            "wait_share": self.wait_share,
+        }
+
     def verdict(self) -> str:
         """Which side holds the other up: drafter ranks that wait are starved by the targets, never the reverse.
 
@@ -176,15 +189,13 @@ class RunLog:
     def step(self, step: int, values: dict[str, float], pipeline: Pipeline, memory_gib: float) -> None:
         """Write one logged step."""
         mfu = pipeline.packs_s * self.flops_per_pack / self.peak if self.peak else None
-        record: dict[str, Any] = {"step": step, **values, "tau": self.tau, "packs_s": pipeline.packs_s}
-        record |= {"tokens_s": pipeline.tokens_s, "target_packs_s": pipeline.target_packs_s}
-        record |= {"drafter_packs_s": pipeline.drafter_packs_s, "wait_share": pipeline.wait_share}
+        record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **pipeline.rates()}
         record |= {"q_pre": pipeline.q_pre, "q_hs": pipeline.q_hs, "bound": pipeline.verdict(), "mfu": mfu}
         _append(self.folder / "metrics.jsonl", record)
         for name, value in values.items():
             self.board.add_scalar(f"Train/{name}", value, step)
-        for name in ("packs_s", "tokens_s", "target_packs_s", "drafter_packs_s", "wait_share"):
-            self.board.add_scalar(f"Pipeline/{name}", record[name], step)
+        for name, value in pipeline.rates().items():
+            self.board.add_scalar(f"Pipeline/{name}", value, step)
         for name in ("q_pre", "q_hs"):
             for rank, depth in enumerate(record[name]):
                 self.board.add_scalar(f"Pipeline/{name}_{rank}", depth, step)
