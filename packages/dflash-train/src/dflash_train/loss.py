@@ -37,16 +37,13 @@ class FrozenHeadLoss(torch.autograd.Function):
             rows = slice(begin, begin + chunk_rows)
             logits_CV = F.linear(hidden_RD[rows].to(head_VD.dtype), head_VD)
             choice_R[rows] = logits_CV.argmax(-1)
-            logits_CV = logits_CV.float()
-            log_z_C = logits_CV.logsumexp(-1)
-            at_label_C = logits_CV.gather(-1, label_R[rows, None])[:, 0]
-            loss += ((log_z_C - at_label_C) * weight_R[rows]).sum()
+            log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+            loss -= (log_p_CV.gather(-1, label_R[rows, None])[:, 0] * weight_R[rows]).sum()
             if grad_RD is not None:
-                # d/dlogits = weight * (softmax - onehot), in place of the logits
-                probs_CV = logits_CV.sub_(log_z_C[:, None]).exp_()
-                probs_CV.scatter_add_(-1, label_R[rows, None], probs_CV.new_full((1, 1), -1.0).expand(len(log_z_C), 1))
-                probs_CV.mul_(weight_R[rows, None])
-                grad_RD[rows] = (probs_CV.to(head_VD.dtype) @ head_VD).to(grad_RD.dtype)
+                # d/dlogits = weight * softmax - weight at the label; in place, the weight inside the exponential
+                weighted_CV = log_p_CV.add_(weight_R[rows, None].log()).exp_()
+                weighted_CV.scatter_add_(-1, label_R[rows, None], -weight_R[rows, None])
+                grad_RD[rows] = (weighted_CV.to(head_VD.dtype) @ head_VD).to(grad_RD.dtype)
         ctx.save_for_backward(grad_RD)
         ctx.mark_non_differentiable(choice_R)
         return loss, choice_R
