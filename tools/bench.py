@@ -156,6 +156,8 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Dispatch on the first word."""
+    if argv[:1] in (["--help"], ["-h"], ["help"]):
+        argv = ["step", "--help"]
     if argv[:1] != ["step"]:
         raise UserError(f"the first word is {argv[0] if argv else 'missing'}; it takes: step")
     result = bench_step(argv[1:])

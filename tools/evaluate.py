@@ -42,7 +42,11 @@ def acceptance(results: list[Generation]) -> Acceptance:
 def main(argv: list[str]) -> int:
     """Evaluate."""
     config = parse(EvaluateConfig, argv, __doc__ or "")
-    sources = [source for source in read_rows(check_sources(config.prompts)) if source.row and source.row["messages"]]
+    sources = [
+        source
+        for source in read_rows(check_sources("prompts", config.prompts))
+        if source.row and source.row["messages"]
+    ]
     sources = sources[: config.limit or None]
     if not sources:
         raise UserError(f"prompts ({', '.join(config.prompts)}) has no row with messages")
@@ -53,7 +57,9 @@ def main(argv: list[str]) -> int:
     domains: dict[str, list[Generation]] = defaultdict(list)
     for source in tqdm(sources, unit="prompt"):
         assert source.row is not None
-        ids = render(tokenizer, prompt_of(source.row["messages"]), generation_prompt=True)
+        ids = render(
+            tokenizer, prompt_of(source.row["messages"]), generation_prompt=True, **config.target.template_options
+        )
         result = generate(drafter, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops)
         drafted.append(result)
         domains[str(source.row.get("domain", "all"))].append(result)

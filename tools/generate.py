@@ -16,7 +16,7 @@ from dflash_data.target import find_target
 from dflash_model import Drafter, Generation, UserError, generate, load_drafter
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
-from dflash_train.job import DTYPES
+from dflash_train.job import dtype_of
 
 
 @dataclass
@@ -46,7 +46,7 @@ def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTr
     """
     if not drafter_path:
         raise UserError("drafter.path is not set; it takes a drafter's folder")
-    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[section.dtype]
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", dtype_of("target.dtype", section.dtype)
     target = find_target(section.path, None)
     drafter = load_drafter(Path(drafter_path), dtype=dtype, device=device)
     drafter.config.check_fits(target.config, f"drafter.path ({drafter_path})", f"target.path ({section.path})")
@@ -68,7 +68,12 @@ def main(argv: list[str]) -> int:
     if not config.prompt:
         raise UserError('prompt is not set; give it as prompt="…"')
     drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
-    ids = render(tokenizer, [{"role": "user", "content": config.prompt}], generation_prompt=True)
+    ids = render(
+        tokenizer,
+        [{"role": "user", "content": config.prompt}],
+        generation_prompt=True,
+        **config.target.template_options,
+    )
     stops = stop_token_ids(target, tokenizer)
     shown: list[int] = []
 

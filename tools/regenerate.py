@@ -1,10 +1,11 @@
 """Let the target answer prompts greedily: python tools/regenerate.py target.path=T prompts=in.jsonl out=out.jsonl"""
 
-import itertools
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,7 +18,7 @@ from dflash_data.target import find_target
 from dflash_model import UserError
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
-from dflash_train.job import DTYPES
+from dflash_train.job import dtype_of
 
 
 @dataclass
@@ -33,44 +34,89 @@ class RegenerateConfig:
 
 
 def main(argv: list[str]) -> int:
-    """Continue where the output file ends, count what is dropped."""
+    """Continue where an earlier run of the same command stopped, count what is dropped."""
     config = parse(RegenerateConfig, argv, __doc__ or "")
     if not config.out:
         raise UserError("out is not set; it takes the JSONL file to write")
-    rows = [(source.row, source) for source in read_rows(check_sources(config.prompts))]
-    usable = [row for row, _ in rows if row is not None and isinstance(row["messages"], list) and row["messages"]]
+    dtype = dtype_of("target.dtype", config.target.dtype)
+    rows = list(read_rows(check_sources("prompts", config.prompts)))
+    usable = [s.row for s in rows if s.row is not None and isinstance(s.row["messages"], list) and s.row["messages"]]
     target = find_target(config.target.path, None)
-    out = Path(config.out)
-    progress_file = out.with_name(out.name + ".progress")  # prompts done; the output file lacks the dropped ones
-    done = int(progress_file.read_text()) if progress_file.is_file() and out.is_file() else 0
+    settings = {"target": str(target.location), "prompts": config.prompts, "max_new_tokens": config.max_new_tokens}
+    progress = Progress.open(Path(config.out), {**settings, "dtype": config.target.dtype, "rows": len(usable)})
+    if progress.done == len(usable):
+        print(f"{config.out} is complete ({progress.done} prompts); remove it to redo it", file=sys.stderr)
+        return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = load_tokenizer(target.location)
-    model = AutoModelForCausalLM.from_pretrained(target.location, dtype=DTYPES[config.target.dtype]).to(device)
-    results = regenerate(
-        model,
-        tokenizer,
-        itertools.islice(usable, done, None),
-        target_name=target.name,
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-    )
-    dropped = 0
-    with out.open("a" if done else "w") as file:
-        for _, new in tqdm(results, total=len(usable), initial=done, unit="prompt"):
-            done += 1
-            dropped += new is None
-            if new is not None:
-                file.write(json.dumps(new, ensure_ascii=False) + "\n")
-            if done % config.batch_size == 0:
-                file.flush()
-                progress_file.write_text(str(done))
-    progress_file.unlink(missing_ok=True)
+    tokenizer = load_tokenizer(config.target.tokenizer or target.location)
+    model = AutoModelForCausalLM.from_pretrained(target.location, dtype=dtype).to(device)
+    bar = tqdm(total=len(usable), initial=progress.done, unit="prompt")
+    for begin in range(progress.done, len(usable), config.batch_size):
+        batch = usable[begin : begin + config.batch_size]
+        new = regenerate(
+            model,
+            tokenizer,
+            batch,
+            target_name=target.name,
+            max_new_tokens=config.max_new_tokens,
+            options=config.target.template_options,
+        )
+        progress.add(new)
+        bar.update(len(batch))
+    bar.close()
     print(
-        f"{out}: {done - dropped} of {len(rows)} prompts; {dropped} responses did not survive decoding and encoding,"
-        f" {len(rows) - len(usable)} rows had no messages",
+        f"{config.out}: {progress.done - progress.dropped} of {len(rows)} prompts; {progress.dropped} responses did not"
+        f" survive decoding and encoding, {len(rows) - len(usable)} rows had no messages",
         file=sys.stderr,
     )
     return 0
+
+
+@dataclass
+class Progress:
+    """An output file and, beside it, how much of it is done: written after each batch, so a kill loses one batch."""
+
+    out: Path
+    settings: dict[str, Any]
+    done: int = 0
+    dropped: int = 0
+    size: int = 0
+
+    @classmethod
+    def open(cls, out: Path, settings: dict[str, Any]) -> "Progress":
+        """Find what is done already.
+
+        Raises:
+            UserError: the output exists and was not written by this command with these settings.
+        """
+        out.parent.mkdir(parents=True, exist_ok=True)
+        progress = cls(out, settings)
+        if not out.exists():
+            return progress
+        if not progress.path.is_file():
+            raise UserError(
+                f"out is {out}; it exists and was not written by this tool: remove it or choose another name"
+            )
+        known = json.loads(progress.path.read_text())
+        if known["settings"] != settings:
+            raise UserError(f"out is {out}; it was written with other settings ({known['settings']}): remove it first")
+        progress.done, progress.dropped, progress.size = known["done"], known["dropped"], known["size"]
+        os.truncate(out, progress.size)  # what a killed run wrote after its last complete batch
+        return progress
+
+    @property
+    def path(self) -> Path:
+        """The file that says how much is done."""
+        return self.out.with_name(self.out.name + ".progress.json")
+
+    def add(self, rows: list[dict[str, Any] | None]) -> None:
+        """Append one batch."""
+        with self.out.open("ab") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows if row is not None).encode())
+            self.size = file.tell()
+        self.done, self.dropped = self.done + len(rows), self.dropped + rows.count(None)
+        state = {"settings": self.settings, "done": self.done, "dropped": self.dropped, "size": self.size}
+        self.path.write_text(json.dumps(state) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from dflash_train.channel import ChannelError
 from dflash_train.cli import parse, run_tool
@@ -11,7 +12,7 @@ from dflash_train.dryrun import report
 from dflash_train.job import check_job
 from dflash_train.run import leave, run_job
 
-DEMO = "tools/configs/demo.yaml"
+DEMO = str(Path(__file__).parent / "configs" / "demo.yaml")
 
 
 def main(argv: list[str]) -> int:

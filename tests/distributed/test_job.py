@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.ranks import run_ranks
 from support.tiny import DENSE, HYBRID
 
 STEPS = 4
+ROOT = Path(__file__).parents[2]
 
 
 def settings(folder: Path, model: dict[str, Any], **changes: Any) -> list[str]:
@@ -134,9 +136,28 @@ def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:
             assert tag in board.Tags()["scalars"]
 
 
-def test_a_run_that_would_change_is_refused(tmp_path: Path) -> None:
-    run(tmp_path / "job", 1, QWEN3)
-    argv = settings(tmp_path / "job", QWEN3, **{"trainer.packs_per_step": 3})
+def test_the_debug_configuration_runs_as_5_and_3(tmp_path: Path) -> None:
+    """The shipped file itself, all of its ranks; two starts, the second finds the first one's target and data."""
+    argv = [
+        f"config={ROOT / 'tools/configs/debug.yaml'}",
+        f"run.dir={tmp_path / 'run'}",
+        f"data.path={tmp_path / 'data'}",
+    ]
+    argv += ["trainer.steps=3", "evaluate.packs=2", "log.interval=1"]
+
+    def work(rank: int) -> None:
+        run_job(check_job(parse(RunConfig, argv, ""), 8))
+
+    for _ in range(2):
+        run_ranks(work, 8, tmp_path)
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3]
+    argv.append("target.config.num_hidden_layers=12")
+    assert "target.config.layer_types" in run_ranks(refusal(argv), 1, tmp_path)[0]
+
+
+def refusal(argv: list[str]) -> Callable[[int], str]:
+    """A rank that starts a job alone and returns the sentence with which it is refused."""
 
     def work(rank: int) -> str:
         try:
@@ -145,7 +166,13 @@ def test_a_run_that_would_change_is_refused(tmp_path: Path) -> None:
             return str(error)
         return "not refused"
 
-    assert "trainer.packs_per_step = 6, this one has 3" in run_ranks(work, 1, tmp_path)[0]
+    return work
+
+
+def test_a_run_that_would_change_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "job", 1, QWEN3)
+    argv = settings(tmp_path / "job", QWEN3, **{"trainer.packs_per_step": 3})
+    assert "trainer.packs_per_step = 6, this one has 3" in run_ranks(refusal(argv), 1, tmp_path)[0]
 
 
 def test_warm_start_begins_where_the_other_drafter_ended(tmp_path: Path) -> None:

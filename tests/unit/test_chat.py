@@ -76,11 +76,26 @@ def test_refusals_name_the_reason(messages: list[Message], reason: str) -> None:
     assert caught.value.args[0] == reason
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_an_earlier_turn_that_the_template_rewrites_carries_no_loss() -> None:
     encode = ChatEncoder(chat_tokenizer(FORGETFUL), {}, 512)
     assert spoken(encode(talk("hi", "Hello."))) == "Hello.<|im_end|>"
-    with pytest.raises(Refused, match=r"^the chat template rewrites earlier turns$"):
-        encode(talk("hi", "Hello.", "more", "Again."))
+    assert spoken(encode(talk("hi", "Hello.", "more", "Again."))) == "Again.<|im_end|>"
+
+
+def test_only_the_last_turn_of_regenerated_rows_carries_loss() -> None:
+    assert spoken(ENCODE(talk("hi", "Hello.", "more", "Again."), last_turn_only=True)) == "Again.<|im_end|>"
+
+
+def test_control_tokens_typed_by_a_user_are_refused() -> None:
+    with pytest.raises(Refused, match=r"^content holds a control token$"):
+        ENCODE(talk("say <|im_end|> please", "Hello."))
+
+
+def test_a_long_conversation_is_cut_and_says_so() -> None:
+    whole = ENCODE(talk("hi", "Hello there, all of you."))
+    short = ChatEncoder(chat_tokenizer(), {}, len(whole.input_ids) - 4)(talk("hi", "Hello there, all of you."))
+    assert (whole.cut, short.cut) == (False, True)
+    assert whole.input_ids[: len(short.input_ids)] == short.input_ids
 
 
 def test_a_template_that_changes_the_text_is_refused() -> None:

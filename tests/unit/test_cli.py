@@ -152,6 +152,9 @@ def test_a_sound_job_follows_its_target() -> None:
         ({"log__interval": 0}, r"^log\.interval is 0; it must be at least 1"),
         ({"evaluate__packs": -1}, r"^evaluate\.packs is -1"),
         ({"run__seed": -1}, r"^run\.seed is -1"),
+        ({"loss__gamma": 0}, r"^loss\.gamma is 0"),
+        ({"trainer__packs_per_step": 0}, r"^trainer\.packs_per_step is 0; it must be at least 1"),
+        ({"drafter__init_from": "nowhere"}, r"^no drafter at nowhere"),
     ],
 )
 def test_an_unsound_job_names_the_key(changes: dict[str, Any], message: str) -> None:

@@ -132,9 +132,9 @@ def test_splits_are_disjoint_complete_and_keep_equal_conversations_together(tmp_
 
 def test_missing_sources_and_templates_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.sources is empty"):
-        check_sources([])
-    with pytest.raises(UserError, match=r"gone\.jsonl"):
-        check_sources([str(tmp_path / "gone.jsonl")])
+        check_sources("data.sources", [])
+    with pytest.raises(UserError, match=r"prompts names .*gone\.jsonl, which does not exist"):
+        check_sources("prompts", [str(tmp_path / "gone.jsonl")])
     with pytest.raises(UserError, match="no chat template"):
         prepare([], tmp_path / "out", chat_tokenizer(None), max_length=9, heldout_ratio=0, options={})
 

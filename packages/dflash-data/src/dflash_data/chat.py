@@ -46,12 +46,17 @@ class Refused(Exception):
     """A conversation that cannot be used; ``args[0]`` is the reason under which it is counted."""
 
 
+class Rewritten(Refused):
+    """A turn that the template renders differently once others follow."""
+
+
 @dataclass(frozen=True)
 class Encoded:
     """One document: token ids and which of them carry loss."""
 
     input_ids: list[int]
     loss_mask: list[bool]
+    cut: bool
 
 
 @dataclass(frozen=True)
@@ -68,29 +73,42 @@ class ChatEncoder:
     options: dict[str, Any]
     max_length: int
 
-    def __call__(self, messages: list[Message], *, ended: bool = True) -> Encoded:
+    def __call__(self, messages: list[Message], *, ended: bool = True, last_turn_only: bool = False) -> Encoded:
         """Encode one conversation.
+
+        Some templates render a turn differently once another follows (they drop its reasoning). Such an earlier turn
+        carries no loss: the target would not see itself write it. The last turn must be exact.
 
         Args:
             messages: turns with ``role`` and ``content``.
             ended: whether the target itself ended the last turn; if not, its end-of-turn token carries no loss.
+            last_turn_only: leave all assistant turns but the last without loss.
 
         Raises:
             Refused: the reason, in a few words.
         """
         check_messages(messages)
+        controls = self.tokenizer.all_special_tokens
+        if any(control in message["content"] for message in messages for control in controls):
+            raise Refused("content holds a control token")  # it would be tokenized as a real one
         ids = self._render(messages)
         mask = [False] * len(ids)
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index in turns[-1:] if last_turn_only else turns:
+            try:
                 begin, end = self._turn_span(messages, index, ids)
-                if index == len(messages) - 1 and not ended:
-                    end -= 1
-                mask[begin:end] = [True] * (end - begin)
+            except Rewritten:
+                if index == turns[-1]:
+                    raise
+                continue
+            if index == len(messages) - 1 and not ended:
+                end -= 1
+            mask[begin:end] = [True] * (end - begin)
+        cut = len(ids) > self.max_length
         ids, mask = ids[: self.max_length], mask[: self.max_length]
         if not any(a and b for a, b in pairwise(mask)):
             raise Refused("fewer than two supervised tokens in a row")
-        return Encoded(ids, mask)
+        return Encoded(ids, mask, cut)
 
     def _render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
         return render(self.tokenizer, messages, generation_prompt=generation_prompt, **self.options)
@@ -100,7 +118,7 @@ class ChatEncoder:
         before = self._render(messages[:index], generation_prompt=True)
         upto = self._render(messages[: index + 1])
         if ids[: len(before)] != before or ids[: len(upto)] != upto:
-            raise Refused("the chat template rewrites earlier turns")
+            raise Rewritten("the chat template rewrites earlier turns")
         special = set(self.tokenizer.all_special_ids)
         end = next((i for i in range(len(upto), len(before), -1) if upto[i - 1] in special), None)
         if end is None:

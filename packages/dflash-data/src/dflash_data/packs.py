@@ -157,7 +157,8 @@ class Collator:
         self.data, self.seed = data, seed
         self.seq_len, self.num_anchors, self.block_size, self.gamma = seq_len, num_anchors, block_size, gamma
         self.train_plan = PackPlan(data.train.lengths, seq_len, seed)
-        self.heldout_plan = PackPlan(data.heldout.lengths, seq_len, seed, shuffle=False)
+        # Shuffled too: best-fit rows are sorted by length, and a limit would keep the longest documents only.
+        self.heldout_plan = PackPlan(data.heldout.lengths, seq_len, seed)
         self.num_heldout = min(heldout_limit, len(self.heldout_plan))
 
     def __call__(self, item: WorkItem) -> TokenPack:

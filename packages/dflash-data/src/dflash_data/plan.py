@@ -51,10 +51,10 @@ class PackPlan:
         fill: share of the rows' tokens that are document tokens.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], seq_len: int, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(self, lengths: NDArray[np.int64], seq_len: int, seed: int) -> None:
         self.rows = pack_documents(lengths, seq_len, seed)
         self.fill = float(lengths.sum()) / (len(self.rows) * seq_len) if self.rows else 0.0
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
 
     def __len__(self) -> int:
         """Rows, that is packs in one epoch."""
@@ -63,7 +63,7 @@ class PackPlan:
     def documents(self, number: int) -> list[int]:
         """Documents of pack ``number``: row ``number mod rows`` of epoch ``number div rows``."""
         epoch, index = divmod(number, len(self.rows))
-        return self.rows[_order(self._seed, epoch, len(self.rows))[index] if self._shuffle else index]
+        return self.rows[_order(self._seed, epoch, len(self.rows))[index]]
 
 
 @lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ from dflash_data.chat import ChatEncoder, Refused
 from dflash_data.sources import SourceRow, read_rows
 from dflash_model.errors import UserError
 
-FORMAT = 2
+FORMAT = 3
 FEATURES = Features(
     {
         "input_ids": Sequence(Value("int32")),
@@ -44,6 +44,7 @@ class Ledger:
     supervised_tokens: dict[str, int] = field(default_factory=lambda: {"train": 0, "heldout": 0})
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_rows: list[dict[str, Any]] = field(default_factory=list)
+    cut_to_max_length: int = 0
     generated_by: Counter[str] = field(default_factory=Counter)
     max_token_id: int = 0
     fingerprint: str = ""
@@ -160,6 +161,7 @@ def _tokenize(paths: list[Path], work: Path, encoder: ChatEncoder, ledger: Ledge
             continue
         finally:
             progress.update(len(json.dumps(source.row, ensure_ascii=False).encode("utf-8", "surrogatepass")))
+        ledger.cut_to_max_length += row.pop("cut")
         writer.write(split, row)
         ledger.rows[split] += 1
         ledger.tokens[split] += row["length"]
@@ -177,13 +179,18 @@ def _encode(source: SourceRow, encoder: ChatEncoder, heldout_ratio: float) -> tu
     messages = source.row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise Refused("messages is not a list of turns")
-    encoded = encoder(messages, ended=source.row.get("finish_reason", "stop") != "length")
+    encoded = encoder(
+        messages,
+        ended=source.row.get("finish_reason", "stop") != "length",
+        last_turn_only="generated_by" in source.row,  # earlier turns are somebody else's words
+    )
     row = {
         "input_ids": encoded.input_ids,
         "loss_mask": encoded.loss_mask,
         "length": len(encoded.input_ids),
         "supervised": sum(encoded.loss_mask),
         "source": f"{source.file}:{source.line}",
+        "cut": encoded.cut,
     }
     return "heldout" if is_heldout(messages, heldout_ratio) else "train", row
 

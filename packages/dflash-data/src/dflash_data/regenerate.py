@@ -4,7 +4,7 @@ A drafter learns what the target would say, so it is trained on text the target 
 are trained this way (paper, appendix A.1). The last assistant turn is generated from everything before it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -52,47 +52,35 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def regenerate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Iterable[Row],
+    rows: list[Row],
     *,
     target_name: str,
-    batch_size: int,
     max_new_tokens: int,
-) -> Iterator[tuple[Row, Row | None]]:
-    """Yield ``(row, regenerated row)``; None where the response does not survive decoding and encoding.
+    options: dict[str, Any],
+) -> list[Row | None]:
+    """Answer one batch of rows; None where the response does not survive decoding and encoding.
 
     Such a response cannot be stored as text without changing its tokens, so the caller counts and drops it. A row
     that reached ``max_new_tokens`` says ``finish_reason: length``: the target did not end that turn.
     """
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == batch_size:
-            yield from _one_batch(model, tokenizer, batch, target_name, max_new_tokens)
-            batch = []
-    if batch:
-        yield from _one_batch(model, tokenizer, batch, target_name, max_new_tokens)
-
-
-def _one_batch(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Row], target_name: str, max_new_tokens: int
-) -> Iterator[tuple[Row, Row | None]]:
-    conversations = [prompt_of(row["messages"]) for row in batch]
-    prompts = [render(tokenizer, messages, generation_prompt=True) for messages in conversations]
+    conversations = [prompt_of(row["messages"]) for row in rows]
+    prompts = [render(tokenizer, messages, generation_prompt=True, **options) for messages in conversations]
     stops = set(stop_token_ids(model, tokenizer))
+    results: list[Row | None] = []
     responses = greedy_responses(model, tokenizer, prompts, max_new_tokens)
-    for row, messages, response in zip(batch, conversations, responses, strict=True):
+    for row, messages, response in zip(rows, conversations, responses, strict=True):
         stopped = response[-1] in stops
         body = response[:-1] if stopped else response
         text = str(tokenizer.decode(body))
         if not body or tokenizer.encode(text, add_special_tokens=False) != body:
-            yield row, None
+            results.append(None)
             continue
-        yield (
-            row,
+        results.append(
             {
                 **row,
                 "messages": [*messages, {"role": "assistant", "content": text}],
                 "finish_reason": "stop" if stopped else "length",
                 "generated_by": target_name,
-            },
+            }
         )
+    return results

@@ -21,21 +21,21 @@ class SourceRow:
     problem: str | None = None
 
 
-def check_sources(sources: list[str]) -> list[Path]:
-    """The files behind ``data.sources``.
+def check_sources(key: str, sources: list[str]) -> list[Path]:
+    """The files that a key names.
 
     Raises:
         UserError: none given, or one is missing.
     """
     if not sources:
         raise UserError(
-            "data.sources is empty; it takes one or more JSONL files of conversations:"
-            " data.sources=chat.jsonl,code.jsonl"
+            f"{key} is empty; it takes one or more JSONL files of conversations: {key}=chat.jsonl,code.jsonl"
         )
     paths = [Path(source).expanduser() for source in sources]
     for path in paths:
         if not path.is_file():
-            raise UserError(f"data.sources names {path}; there is no such file")
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise UserError(f"{key} names {path}, which {what}; it takes JSONL files")
     return paths
 
 

@@ -1,5 +1,6 @@
 """A dataset that needs no text: short random documents to memorise, for debugging and tests."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ def write_synthetic(folder: Path, *, documents: int, max_length: int, vocab_size
     """
     rng = np.random.default_rng((seed, 7))
     work = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     settings = {"documents": documents, "max_length": max_length, "vocab_size": vocab_size, "seed": seed}
     ledger = Ledger(settings, rows_in=documents, max_token_id=vocab_size - 2)

@@ -88,12 +88,11 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
     except ValueError as error:
         raise UserError(f"target.path is {path}; transformers cannot read its config.json: {error}") from error
     if described is not None:
-        for key in inline or {}:
-            if getattr(config, key, None) != getattr(described, key):
-                raise UserError(
-                    f"target.config.{key} is {getattr(described, key)}; the config at target.path ({path}) has"
-                    f" {getattr(config, key, None)}"
-                )
+        # Some keys are only read while a configuration is made (full_attention_interval); what they decide stays.
+        stated, found = described.to_dict(), config.to_dict()
+        for key in sorted({*(inline or {}), "layer_types"} & stated.keys()):
+            if stated[key] != found.get(key):
+                raise UserError(f"target.config.{key} is {stated[key]}; the config at {path} has {found.get(key)}")
     return TargetModel(config, folder, Path(path).name)
 
 
@@ -116,7 +115,8 @@ def _local_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"target.path is {path}; there is no such folder, and the hub did not provide it ({type(error).__name__})"
+            f"target.path is {path}; there is no such folder, and the hub did not provide it: no network, or no public"
+            " model of that name"
         ) from error
 
 

@@ -10,7 +10,7 @@ from dflash_model.config import DrafterConfig, default_target_layer_ids
 from dflash_model.drafter import Drafter, DraftInputs
 from dflash_model.errors import UserError
 from dflash_model.generate import Generation, generate
-from dflash_model.hub import load_drafter, read_config, save_drafter
+from dflash_model.hub import check_drafter, load_drafter, save_drafter
 
 __all__ = [
     "DraftCache",
@@ -19,9 +19,9 @@ __all__ = [
     "DrafterConfig",
     "Generation",
     "UserError",
+    "check_drafter",
     "default_target_layer_ids",
     "generate",
     "load_drafter",
-    "read_config",
     "save_drafter",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_model.config import DrafterConfig
@@ -66,10 +66,26 @@ def read_config(folder: Path) -> DrafterConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise UserError(
-            f"drafter.path is {folder}; there is no {CONFIG_NAME} in it (a drafter is a folder with {CONFIG_NAME}"
-            f" and {WEIGHTS_NAME})"
+            f"no drafter at {folder}: there is no {CONFIG_NAME} (a checkpoint's drafter is its folder dflash, such as"
+            " runs/a/checkpoints/step-100/dflash)"
         )
     return DrafterConfig.from_dict(json.loads(path.read_text()), str(path))
+
+
+def check_drafter(folder: Path) -> DrafterConfig:
+    """Read a drafter's configuration and compare its tensors' names and shapes with it, without loading them.
+
+    Raises:
+        UserError: no such drafter, or its tensors are not those of its configuration.
+    """
+    config = read_config(folder)
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise UserError(f"no drafter at {folder}: there is no {WEIGHTS_NAME}")
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    _check(shapes, config, str(path))
+    return config
 
 
 def load_drafter(
@@ -81,14 +97,8 @@ def load_drafter(
         UserError: no such drafter, or its tensors are not those of its configuration.
     """
     folder = Path(folder).expanduser()
-    config = read_config(folder)
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        raise UserError(f"drafter.path is {folder}; there is no {WEIGHTS_NAME} in it")
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        _check({name: torch.Size(file.get_slice(name).get_shape()) for name in names}, config, str(path))
-        state = {name: file.get_tensor(name).to(device=device, dtype=dtype) for name in names}
+    config = check_drafter(folder)
+    state = {name: tensor.to(device, dtype) for name, tensor in load_file(folder / WEIGHTS_NAME).items()}
     with torch.device("meta"):
         drafter = Drafter(config)
     drafter.load_state_dict(state, assign=True)

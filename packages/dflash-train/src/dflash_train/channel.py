@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -55,10 +56,45 @@ class Timeouts:
         return self.first if item.index < self.settled else self.later
 
 
+class WaitClock:
+    """Time a drafter rank cannot compute because it waits for packs.
+
+    On a GPU the host may wait while the device still works on earlier packs, so there the gap is measured on the
+    device's own stream, between events, and read when they have long completed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count what passes inside."""
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        gap = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        gap[0].record()
+        yield
+        gap[1].record()
+        self._gaps.append(gap)
+
+    def take(self) -> float:
+        """Seconds since the last call; waits for the device to have passed the last gap."""
+        seconds, gaps = self._seconds, self._gaps
+        self._seconds, self._gaps = 0.0, []
+        if gaps:
+            gaps[-1][1].synchronize()
+        return seconds + sum(begun.elapsed_time(ended) for begun, ended in gaps) / 1e3
+
+
 class Receiver(Protocol):
     """What a drafter rank sees of any channel."""
 
-    wait_seconds: float
+    waiting: WaitClock
 
     def receive(self) -> HiddenPack:
         """The next pack of this rank, in order."""
@@ -96,7 +132,6 @@ class SendingChannel:
             self._free.put(_host_buffer(layout, device))
         self._outgoing: queue.Queue[_Outgoing | None] = queue.Queue()
         self._error: Exception | None = None
-        self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="channel-send", daemon=True)
         self._thread.start()
 
@@ -110,7 +145,6 @@ class SendingChannel:
         pack, context_SE = made.pack, made.context_SE
         buffer = self._take_free(pack.item)
         waited = time.perf_counter() - began
-        self.wait_seconds += waited
         copied = None
         views = self._layout.views(buffer)
         stats = {**made.stats, "send_wait_s": waited}
@@ -208,7 +242,7 @@ class ReceivingChannel:
         for _ in range(depth):
             self._returned.put((_host_buffer(layout, device), None))
         self._staged: HiddenPack | None = None
-        self.wait_seconds = 0.0
+        self.waiting = WaitClock(device)
         self._thread = threading.Thread(target=self._run, name="channel-receive", daemon=True)
         self._thread.start()
 
@@ -218,14 +252,13 @@ class ReceivingChannel:
         Raises:
             ChannelError: it did not arrive in time, or another one came.
         """
-        began = time.perf_counter()
-        pack = self._staged if self._staged is not None else self._stage(self._arrived.get())
+        with self.waiting.measure():
+            pack = self._staged if self._staged is not None else self._stage(self._arrived.get())
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._staged = None
-        self.wait_seconds += time.perf_counter() - began
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            if not self._arrived.empty():
-                self._staged = self._stage(self._arrived.get_nowait())
+        if self._stream is not None and not self._arrived.empty():
+            self._staged = self._stage(self._arrived.get_nowait())
         return pack
 
     def depth(self) -> int:
@@ -301,16 +334,15 @@ class ReceivingChannel:
 class LocalChannel:
     """Colocated: the rank's own target makes the next pack when it is asked for."""
 
-    def __init__(self, layout: PackLayout, packs: Iterator[MadePack]) -> None:
+    def __init__(self, layout: PackLayout, packs: Iterator[MadePack], device: torch.device) -> None:
         self._layout, self._packs = layout, packs
-        self.wait_seconds = 0.0
+        self.waiting = WaitClock(device)
 
     def receive(self) -> HiddenPack:
         """Run the target on this rank's next pack."""
-        began = time.perf_counter()
-        made = next(self._packs)
+        with self.waiting.measure():
+            made = next(self._packs)
         assert made.pack.item.stream is not Stream.PADDING, "colocated ranks have no padding rounds"
-        self.wait_seconds += time.perf_counter() - began
         host = {
             name: getattr(made.pack, name)
             for name, *_ in self._layout.fields()

@@ -37,6 +37,7 @@ class TargetSection:
     reshard_after_forward: bool = key(
         True, "free each layer's gathered weights after use; false costs memory and saves gathers"
     )
+    template_options: dict[str, Any] = key({}, "passed to its chat template everywhere, such as enable_thinking: false")
     tokenizer: str | None = key(None, "folder or hub name of the tokenizer; default: target.path")
 
 
@@ -71,11 +72,10 @@ class DataSection:
     path: str = key("data/demo", "prepared dataset (tools/prepare.py writes it)")
     sources: list[str] = key([], "JSONL files of conversations, for tools/prepare.py: a.jsonl,b.jsonl")
     heldout_ratio: float = key(0.02, "share of conversations that tools/prepare.py holds out")
-    template_options: dict[str, Any] = key({}, "passed to the chat template, such as enable_thinking: false")
     seq_len: int = key(4096, "tokens of a row, a multiple of 128")
     anchors_per_pack: int = key(512, "blocks drawn from each row; times drafter.block_size a multiple of 128")
     workers: int = key(2, "threads that collate packs on each target rank")
-    prefetch: int = key(8, "collated packs kept ready on each target rank (q_pre)")
+    prefetch: int = key(8, "collated packs kept ready on each target rank (q_pre counts those in the workers too)")
     synthetic_documents: int = key(
         0, "write this many random documents to data.path instead of needing a prepared dataset"
     )

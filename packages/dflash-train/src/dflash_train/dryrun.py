@@ -124,7 +124,7 @@ def report(job: Job) -> str:
         lines.append("             (for another split, set mesh.target and mesh.drafter)")
     lines.append("             (activations are a plan from shapes, without allocator overhead)")
     lines += _work(job)
-    _check_fit(job, shares)
+    lines += _check_fit(job, shares)
     return "\n".join(lines)
 
 
@@ -156,12 +156,12 @@ def _work(job: Job) -> list[str]:
     return lines
 
 
-def _check_fit(job: Job, shares: list[tuple[str, Share]]) -> None:
+def _check_fit(job: Job, shares: list[tuple[str, Share]]) -> list[str]:
     limit = job.config.mesh.memory_gib
     if limit is None and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory / GIB
     if limit is None:
-        return
+        return []
     advice = {
         "target": "more target ranks (mesh.target), target.reshard_after_forward=true, or a smaller data.seq_len",
         "drafter": "more drafter ranks (mesh.drafter), fewer data.anchors_per_pack, or a smaller loss.chunk_rows",
@@ -172,3 +172,4 @@ def _check_fit(job: Job, shares: list[tuple[str, Share]]) -> None:
     for name, size, what in held:
         if size / GIB > limit:
             raise UserError(f"mesh.memory_gib is {limit:g}; a {name} rank would need {size / GIB:.1f} GiB: use {what}")
+    return [f"fits         in {limit:g} GiB a device"]

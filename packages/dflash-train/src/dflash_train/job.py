@@ -10,7 +10,7 @@ from dflash_data.dataset import PreparedData, open_prepared
 from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
 from dflash_data.target import TargetModel, find_target, resolve_mask_token_id
-from dflash_model import DrafterConfig, UserError, default_target_layer_ids, read_config
+from dflash_model import DrafterConfig, UserError, check_drafter, default_target_layer_ids
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.config import FULL, SLIDING
 from dflash_train.config import DrafterSection, RunConfig
@@ -18,6 +18,17 @@ from dflash_train.mesh import Split, make_split
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TILE = 128
+
+
+def dtype_of(key: str, value: str) -> torch.dtype:
+    """A dtype by name.
+
+    Raises:
+        UserError: it is neither bfloat16 nor float32.
+    """
+    if value not in DTYPES:
+        raise UserError(f"{key} is {value!r}; it takes {' or '.join(DTYPES)}")
+    return DTYPES[value]
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,7 @@ def _check_numbers(config: RunConfig) -> None:
         raise UserError(f"data.seq_len is {config.data.seq_len}; it must be a multiple of {TILE}")
     positive = {
         "trainer.steps": config.trainer.steps,
+        "trainer.packs_per_step": config.trainer.packs_per_step,
         "data.anchors_per_pack": config.data.anchors_per_pack,
         "data.workers": config.data.workers,
         "data.prefetch": config.data.prefetch,
@@ -168,6 +180,9 @@ def _check_numbers(config: RunConfig) -> None:
     for name, value in (
         ("optimizer.lr", config.optimizer.lr),
         ("channel.timeout_seconds", config.channel.timeout_seconds),
+        ("channel.start_timeout_seconds", config.channel.start_timeout_seconds),
+        ("loss.gamma", config.loss.gamma if config.loss.gamma is not None else 1.0),
+        ("optimizer.max_grad_norm", config.optimizer.max_grad_norm),
     ):
         if value <= 0:
             raise UserError(f"{name} is {value}; it must be positive")
@@ -175,15 +190,14 @@ def _check_numbers(config: RunConfig) -> None:
 
 def _check_choices(config: RunConfig) -> None:
     for name, value in (("target.dtype", config.target.dtype), ("trainer.dtype", config.trainer.dtype)):
-        if value not in DTYPES:
-            raise UserError(f"{name} is {value!r}; it takes {' or '.join(DTYPES)}")
+        dtype_of(name, value)
     if config.mesh.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"mesh.device is {config.mesh.device!r}; it takes auto, cpu or cuda")
 
 
 def _check_packs_per_step(config: RunConfig, split: Split) -> None:
     packs, drafters = config.trainer.packs_per_step, split.num_drafters
-    if packs < 1 or packs % drafters:
+    if packs % drafters:
         below, above = packs // drafters * drafters, (packs // drafters + 1) * drafters
         near = f"{below} or {above}" if below else f"{above}"
         raise UserError(
@@ -200,7 +214,7 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
     """
     goal = target.config
     if section.init_from is not None:
-        drafter = read_config(Path(section.init_from).expanduser())
+        drafter = check_drafter(Path(section.init_from).expanduser())
         drafter.check_fits(goal, f"drafter.init_from ({section.init_from})", "the target")
         return drafter
     if section.hidden_size not in (None, goal.hidden_size):

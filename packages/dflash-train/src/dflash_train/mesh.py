@@ -11,6 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dflash_model.errors import UserError
 from dflash_train.config import MeshSection
@@ -129,6 +130,12 @@ class Meshes:
     control: dist.ProcessGroup
     checkpoint: dist.ProcessGroup | None
     channel: dist.ProcessGroup | None
+
+    def settle(self, timeout_seconds: float) -> None:
+        """Shorten the limit of this rank's groups once loading and compiling are over."""
+        groups = [mesh.get_group() for mesh in (self.target, self.drafter) if mesh is not None]
+        for group in {*groups, self.control, dist.group.WORLD}:
+            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def make_meshes(split: Split, device: torch.device, timeout_seconds: float) -> Meshes:

@@ -56,13 +56,11 @@ class Interval:
 
     Attributes:
         targets: per target rank: packs received and the sums of their ``STATS``.
-        wait_s: time this rank waited for packs.
         train_s: time this rank spent in training steps, waiting included.
         packs: packs this rank trained on.
     """
 
     targets: NDArray[np.float64]
-    wait_s: float = 0.0
     train_s: float = 0.0
     packs: int = 0
 
@@ -107,8 +105,10 @@ class Pipeline:
         counts = np.maximum(targets[:, 0], 1.0)
         means = dict(zip(STATS, (targets[:, 1:] / counts[:, None]).T, strict=True))
         active = targets[:, 0] > 0
-        busy_s = (means["forward_s"] + means["data_wait_s"])[active]
         wait_s, train_s, packs, depth = drafters.T
+        busy_s = (means["forward_s"] + means["data_wait_s"])[active]
+        if colocated:  # the rank's own target is what it waits for
+            busy_s = wait_s / np.maximum(packs, 1.0)
         seconds, total = max(train_s.mean(), 1e-9), packs.sum()
         compute_s = np.maximum(train_s - wait_s, 1e-9)
         data = float(means["data_wait_s"][active].mean() / max(busy_s.mean(), 1e-9)) if active.any() else 0.0

@@ -73,8 +73,8 @@ def run_job(job: Job) -> None:
         if meshes.rank == 0:
             start_logging(job.run_dir / "log.txt")
             logger.info(
-                f"run.dir {job.run_dir} is complete at step {steps}; raise trainer.steps in another run.dir, or"
-                " remove it"
+                f"run.dir {job.run_dir} is complete at step {steps}. To train longer, start another run.dir with"
+                f" drafter.init_from={job.run_dir}/checkpoints/step-{steps}/dflash; to redo it, remove it"
             )
         return
     schedule = job.schedule(collator, start_step)
@@ -84,15 +84,19 @@ def run_job(job: Job) -> None:
         schedule, start_step, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced"
     )
     section = job.config.channel
-    settled = schedule.first_step_end + section.depth * job.split.num_drafters + 2 * job.split.num_targets
+    # Behind the first step lie the posted receives, a pack in use and one staged on each drafter rank, and on each
+    # target rank two buffers and the pack it has just made.
+    buffered = (section.depth + 2) * job.split.num_drafters + 3 * job.split.num_targets
+    settled = schedule.first_step_end + buffered
     timeouts = Timeouts(section.start_timeout_seconds, section.timeout_seconds, settled)
     packs = _target_packs(job, meshes, schedule, collator)
     receiver: Receiver
     if meshes.channel is None:
         assert packs is not None
-        receiver = LocalChannel(job.layout(), packs)
+        receiver = LocalChannel(job.layout(), packs, device)
     elif packs is not None:
-        make_packs(packs, SendingChannel(job.layout(), job.split, meshes.channel, device, timeouts))
+        sender = SendingChannel(job.layout(), job.split, meshes.channel, device, timeouts)
+        make_packs(packs, sender, meshes, timeouts)
         return
     else:
         receiver = ReceivingChannel(
@@ -197,6 +201,8 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
             flops_per_pack=pack_flops(job.drafter, job.config.data.seq_len, job.config.data.anchors_per_pack),
             peak=peak * job.split.num_drafters if peak else None,
         )
+        if not course.heldout_chunks:
+            logger.info("no held-out rows: evaluation is off")
         begin = f"resuming at step {course.start_step}" if course.start_step else "starting"
         logger.info(
             f"{begin}: {job.split.describe()} on {meshes.device.type}, {job.config.trainer.steps} steps of"

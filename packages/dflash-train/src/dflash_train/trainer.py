@@ -18,7 +18,7 @@ from dflash_data.schedule import Schedule, Segment, Stream
 from dflash_data.target import FrozenEnds
 from dflash_model import Drafter
 from dflash_model.hub import WEIGHTS_NAME
-from dflash_train.channel import Receiver, SendingChannel
+from dflash_train.channel import Receiver, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer
 from dflash_train.evaluate import Acceptance, evaluate_pack
 from dflash_train.job import DTYPES, Job
@@ -31,9 +31,13 @@ from dflash_train.titan import GarbageCollection, apply_gradients, build_optimiz
 GC_INTERVAL = 100
 
 
-def make_packs(packs: Iterable[MadePack], channel: SendingChannel) -> None:
+def make_packs(packs: Iterable[MadePack], channel: SendingChannel, meshes: Meshes, timeouts: Timeouts) -> None:
     """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
+    settled = False
     for made in packs:
+        if not settled and made.pack.item.index >= timeouts.settled:
+            meshes.settle(timeouts.later)
+            settled = True
         if made.pack.item.stream is not Stream.PADDING:
             channel.send(made)
     channel.close()
@@ -117,13 +121,15 @@ class Trainer:
             if segment.stream is Stream.HELDOUT:
                 self.evaluate(segment)
                 continue
-            began, waited = time.perf_counter(), self.receiver.wait_seconds
+            began = time.perf_counter()
             self.train_step()
             collector.run(segment.step)
+            if segment.step == self.course.start_step + 1:
+                self.meshes.settle(self.job.config.channel.timeout_seconds)
             if self._log_due(segment.step):
-                self._write_log(segment.step, began, waited)
+                self._write_log(segment.step, began)
             else:
-                self._count_time(began, waited)
+                self.interval.train_s += time.perf_counter() - began
             if self._is_due(segment.step, self.job.config.checkpoint.interval) and not self._evaluates_after(segment):
                 self.save(segment.step)
         self.receiver.close()
@@ -156,7 +162,7 @@ class Trainer:
     def evaluate(self, segment: Segment) -> None:
         """Acceptance length on the held-out packs; weights and the training stream are untouched."""
         if self.log is not None:
-            logger.info(f"evaluating on {segment.count} held-out packs")
+            logger.info("evaluating on the held-out packs")
         self.drafter.eval()
         mine: list[tuple[int, int]] = []
         for offset in range(segment.count):
@@ -166,6 +172,7 @@ class Trainer:
             assert isinstance(module, FSDPModule)
             module.reshard()  # no backward did it
         self.drafter.train()
+        self.receiver.waiting.take()  # an evaluation's waiting is not training's
         everyone: list[list[tuple[int, int]]] = [[] for _ in range(self.job.split.num_drafters)]
         dist.all_gather_object(everyone, mine, group=self.meshes.control)
         walks = np.array([walk for part in everyone for walk in part], dtype=np.int64).reshape(-1, 2)
@@ -197,18 +204,14 @@ class Trainer:
     def _log_due(self, step: int) -> bool:
         return self._is_due(step, self.job.config.log.interval) or step == 1
 
-    def _count_time(self, began: float, waited: float) -> None:
-        self.interval.train_s += time.perf_counter() - began
-        self.interval.wait_s += self.receiver.wait_seconds - waited
-
-    def _write_log(self, step: int, began: float, waited: float) -> None:
+    def _write_log(self, step: int, began: float) -> None:
         """Reduce over the drafter ranks and write; the only place in training that waits for the device."""
         split, device = self.job.split, self.meshes.device
         dist.all_reduce(self.tally.sums, group=self.group)
         sums, grad_norm = self.tally.sums.tolist(), float(self.grad_norm)
-        self._count_time(began, waited)
+        self.interval.train_s += time.perf_counter() - began
         drafters = torch.zeros(split.num_drafters, 4, dtype=torch.float64)
-        own = [self.interval.wait_s, self.interval.train_s, self.interval.packs, self.receiver.depth()]
+        own = [self.receiver.waiting.take(), self.interval.train_s, self.interval.packs, self.receiver.depth()]
         drafters[split.drafter_rank(self.meshes.rank) or 0] = torch.tensor(own, dtype=torch.float64)
         targets = torch.from_numpy(self.interval.targets)
         for tensor in (drafters, targets):
