@@ -56,11 +56,13 @@ class Interval:
 
     Attributes:
         targets: per target rank: packs received and the sums of their ``STATS``.
+        wait_s: time this rank waited for training packs, as far as it has been taken from the receiver's clock.
         train_s: time this rank spent in training steps, waiting included.
         packs: packs this rank trained on.
     """
 
     targets: NDArray[np.float64]
+    wait_s: float = 0.0
     train_s: float = 0.0
     packs: int = 0
 

@@ -163,6 +163,7 @@ class Trainer:
         """Acceptance length on the held-out packs; weights and the training stream are untouched."""
         if self.log is not None:
             logger.info("evaluating on the held-out packs")
+        self.interval.wait_s += self.receiver.waiting.take()
         self.drafter.eval()
         mine: list[tuple[int, int]] = []
         for offset in range(segment.count):
@@ -211,7 +212,8 @@ class Trainer:
         sums, grad_norm = self.tally.sums.tolist(), float(self.grad_norm)
         self.interval.train_s += time.perf_counter() - began
         drafters = torch.zeros(split.num_drafters, 4, dtype=torch.float64)
-        own = [self.receiver.waiting.take(), self.interval.train_s, self.interval.packs, self.receiver.depth()]
+        waited = self.interval.wait_s + self.receiver.waiting.take()
+        own = [waited, self.interval.train_s, self.interval.packs, self.receiver.depth()]
         drafters[split.drafter_rank(self.meshes.rank) or 0] = torch.tensor(own, dtype=torch.float64)
         targets = torch.from_numpy(self.interval.targets)
         for tensor in (drafters, targets):
