@@ -17,6 +17,16 @@ from dflash_data.schedule import Stream, WorkItem
 from dflash_model.blocks import first_of_document, label_blocks, sample_anchors
 
 PAD_DOCUMENT = -1
+TOKEN_FIELDS = (
+    "input_ids_S",
+    "position_S",
+    "doc_S",
+    "loss_mask_S",
+    "anchor_A",
+    "first_A",
+    "label_AK",
+    "weight_AK",
+)
 STATS = ("data_wait_s", "forward_s", "send_wait_s", "q_pre", "document_tokens")
 
 
@@ -101,16 +111,7 @@ class PackLayout:
         item = pack.item
         views["header"].copy_(torch.tensor([item.index, item.stream, item.number]))
         views["stats"].copy_(torch.tensor([stats[name] for name in STATS], dtype=torch.float64))
-        for name in (
-            "input_ids_S",
-            "position_S",
-            "doc_S",
-            "loss_mask_S",
-            "anchor_A",
-            "first_A",
-            "label_AK",
-            "weight_AK",
-        ):
+        for name in TOKEN_FIELDS:
             views[name].copy_(getattr(pack, name))
         views["context_SE"].copy_(context_SE, non_blocking=True)
 
@@ -136,7 +137,7 @@ class HiddenPack:
         """Read header and statistics from the host copy; the host fields are cloned, so its buffer may be reused."""
         index, stream, number = host["header"].tolist()
         stats = dict(zip(STATS, host["stats"].tolist(), strict=True))
-        kept = {name: tensor.clone() for name, tensor in host.items() if name not in ("context_SE", "header", "stats")}
+        kept = {name: host[name].clone() for name in TOKEN_FIELDS}
         return cls(WorkItem(index, Stream(stream), number), device, kept, stats)
 
 

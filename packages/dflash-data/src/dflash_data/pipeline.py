@@ -38,9 +38,9 @@ class WorkSource(BaseNode[WorkItem]):
         """The next item; StopIteration after the last round."""
         if self._position >= self._schedule.rounds(self._num_targets):
             raise StopIteration
-        index = self._position * self._num_targets + self._rank
+        item = self._schedule.target_item(self._position, self._rank, self._num_targets)
         self._position += 1
-        return self._schedule.item(index)
+        return item
 
     def get_state(self) -> dict[str, Any]:
         """One number."""

@@ -90,7 +90,11 @@ class Schedule:
 
     def for_target(self, rank: int, num_targets: int) -> Iterator[WorkItem]:
         """The items of one target rank, padding included."""
-        return (self.item(round_ * num_targets + rank) for round_ in range(self.rounds(num_targets)))
+        return (self.target_item(round_, rank, num_targets) for round_ in range(self.rounds(num_targets)))
+
+    def target_item(self, round_: int, rank: int, num_targets: int) -> WorkItem:
+        """What a target rank makes in a round."""
+        return self.item(round_ * num_targets + rank)
 
     def for_drafter(self, rank: int, num_drafters: int) -> Iterator[WorkItem]:
         """The items of one drafter rank, in the order in which it consumes them."""

@@ -94,13 +94,17 @@ def _copy_slice(stored, name: str, tensor: Tensor) -> None:  # noqa: ANN001 - sa
         raise UserError(
             f"the target's {name} has shape {stored.get_shape()}; its config describes {list(tensor.shape)}"
         )
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.to_local()
-        if local.numel():
-            local.copy_(stored[offset[0] : offset[0] + shape[0]])
-    else:
-        tensor.copy_(stored[:])
+    local, rows = own_rows(tensor)
+    if local.numel():
+        local.copy_(stored[rows])
+
+
+def own_rows(tensor: Tensor) -> tuple[Tensor, slice]:
+    """The part of a tensor that this rank holds, and which rows of the whole it is: all of them unless sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), slice(offset[0], offset[0] + shape[0])
 
 
 def rebuild_buffers(model: PreTrainedModel, module: nn.Module) -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_data.packs import STATS, HiddenPack, PackLayout
+from dflash_data.packs import STATS, TOKEN_FIELDS, HiddenPack, PackLayout
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Stream, WorkItem
 from dflash_train.mesh import Split
@@ -334,8 +334,8 @@ class ReceivingChannel:
 class LocalChannel:
     """Colocated: the rank's own target makes the next pack when it is asked for."""
 
-    def __init__(self, layout: PackLayout, packs: Iterator[MadePack], device: torch.device) -> None:
-        self._layout, self._packs = layout, packs
+    def __init__(self, packs: Iterator[MadePack], device: torch.device) -> None:
+        self._packs = packs
         self.waiting = WaitClock(device)
 
     def receive(self) -> HiddenPack:
@@ -343,11 +343,7 @@ class LocalChannel:
         with self.waiting.measure():
             made = next(self._packs)
         assert made.pack.item.stream is not Stream.PADDING, "colocated ranks have no padding rounds"
-        host = {
-            name: getattr(made.pack, name)
-            for name, *_ in self._layout.fields()
-            if name not in ("header", "stats", "context_SE")
-        }
+        host = {name: getattr(made.pack, name) for name in TOKEN_FIELDS}
         tensors = {name: tensor.to(made.context_SE.device, non_blocking=True) for name, tensor in host.items()}
         return HiddenPack(made.pack.item, {**tensors, "context_SE": made.context_SE}, host, made.stats)
 

@@ -96,7 +96,6 @@ def find_resume_step(folder: Path, identity: dict[str, Any]) -> int:
         if manifest.get(name) != value:
             raise UserError(
                 f"run.dir holds a run with {name} = {manifest.get(name)}, this one has {value}; resuming would"
-                " change the"
-                " run: restore the setting or choose another run.dir"
+                " change the run: restore the setting or choose another run.dir"
             )
     return int(manifest["step"])

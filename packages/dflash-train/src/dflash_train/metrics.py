@@ -156,9 +156,8 @@ class RunLog:
         folder: run folder.
         start_step: finished steps of the checkpoint that is resumed, 0 for a fresh run.
         num_steps: steps of the run.
-        rows_per_epoch: packs in one epoch.
-        packs_per_step: G.
-        flops_per_pack: counted operations, and the peak of all drafter devices together (None on CPU).
+        epoch_steps: steps in one epoch.
+        flops_per_pack: counted operations of one pack.
         peak: FLOP/s of all drafter devices together, None if unknown.
     """
 

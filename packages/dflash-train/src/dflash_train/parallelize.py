@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dflash_data.weights import own_rows
 from dflash_model import Drafter
 
 
@@ -35,14 +35,8 @@ def fill_sharded(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> Non
     parameters = dict(drafter.named_parameters())
     with torch.no_grad():
         for name, full in tensors:
-            parameter = parameters.pop(name)
-            if not isinstance(parameter, DTensor):
-                parameter.copy_(full)
-                continue
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            parameter.to_local().copy_(full[offset[0] : offset[0] + shape[0]])
+            local, rows = own_rows(parameters.pop(name))
+            local.copy_(full[rows])
     assert not parameters, f"no values for {sorted(parameters)}"
 
 

@@ -93,7 +93,7 @@ def run_job(job: Job) -> None:
     receiver: Receiver
     if meshes.channel is None:
         assert packs is not None
-        receiver = LocalChannel(job.layout(), packs, device)
+        receiver = LocalChannel(packs, device)
     elif packs is not None:
         sender = SendingChannel(job.layout(), job.split, meshes.channel, device, timeouts)
         make_packs(packs, sender, meshes, timeouts)
