@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
-from dflash_data.target import FrozenEnds
 from dflash_model import Drafter, DrafterConfig, UserError
 from dflash_model.blocks import default_gamma, sample_anchors
 from dflash_model.config import FULL, SLIDING
@@ -119,8 +118,9 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
     fill_sharded(drafter, Drafter.initial_tensors(config, torch.Generator().manual_seed(0)))
     optimizers, schedule = build_optimizer(drafter, OptimizerSection(), steps=1000)
     with torch.device(device):
-        embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]).requires_grad_(False)
-        head = torch.randn(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]) * 0.02
+        embed, head = (
+            torch.randn(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]) * std for std in (1.0, 0.02)
+        )
     step = DraftStep(drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows)
     packs = [random_pack(bench, config, device, seed) for seed in range(4)]
     tally, calls = Tally(config.block_size, device), iter(range(10**9))

@@ -1,9 +1,8 @@
-"""The frozen target: what it is, its sharded forward with taps, and the ends that drafter ranks need.
+"""The frozen target: what it is, and its sharded forward with taps.
 
-Legend: S tokens of the row, E = taps * target width, V vocabulary.
+Legend: S tokens of the row, E = taps * target width.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,6 @@ from dflash_data.packs import TokenPack
 from dflash_data.weights import TargetFiles, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
-
-# Multipliers and caps between hidden state and logits; the loss would have to apply them, and does not yet.
-UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 @dataclass(frozen=True)
@@ -49,16 +45,7 @@ class TargetModel:
         return self.folder
 
     def build_meta(self, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
-        """The causal language model on the meta device, cut after ``num_layers`` layers.
-
-        Raises:
-            UserError: the logits need something that the loss cannot do.
-        """
-        for key in UNSUPPORTED_LOGITS:
-            if getattr(self.config, key, None) not in (None, 1.0):
-                raise UserError(
-                    f"the target's config has {key} = {getattr(self.config, key)}; such targets are not supported yet"
-                )
+        """The causal language model on the meta device, cut after ``num_layers`` layers."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="sdpa")
         model.eval().requires_grad_(False)
@@ -198,63 +185,3 @@ def _run_per_document(mixer: Any) -> PerDocument:  # noqa: ANN401 - a module of 
     wrapped = PerDocument(mixer.forward)
     mixer.forward = wrapped
     return wrapped
-
-
-@dataclass(frozen=True)
-class FrozenEnds:
-    """The target's embedding and head on a drafter rank.
-
-    Attributes:
-        embed: the target's own embedding module (some scale their rows).
-        head_VD: the output matrix; the embedding's own tensor where the two are tied.
-    """
-
-    embed: nn.Module
-    head_VD: Tensor
-
-    @classmethod
-    def load(cls, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> "FrozenEnds":
-        """Read both from the target's files."""
-        model = target.build_meta(dtype)
-        embed = model.get_input_embeddings()
-        assert isinstance(embed, nn.Module)
-        files = TargetFiles.find(target.location)
-        load_module(model, embed, files.prefix + "embed_tokens.", files, device)
-        name = files.head_name()
-        if name is None:
-            if not target.config.tie_word_embeddings:
-                raise UserError(
-                    f"target.path is {target.folder}; it has no lm_head.weight and its config does not tie it to the"
-                    " embedding"
-                )
-            return cls(embed, embed.weight.data)  # type: ignore[arg-type]
-        head_VD = torch.empty(target.config.vocab_size, target.config.hidden_size, dtype=dtype, device=device)
-        files.read_into({name: head_VD})
-        return cls(embed, head_VD)
-
-
-def resolve_mask_token_id(explicit: int | None, target: TargetModel, tokenizer_json: Path | None) -> int:
-    """The id whose frozen embedding stands for "to be drafted".
-
-    Order: the explicit id; the first embedding row above the tokenizer's last id; a special token named reserved,
-    unused or mask. Never the padding or end token.
-
-    Raises:
-        UserError: none of these exists.
-    """
-    vocab = target.config.vocab_size
-    if explicit is not None:
-        return explicit
-    if tokenizer_json is not None and tokenizer_json.is_file():
-        raw = json.loads(tokenizer_json.read_text())
-        added = {token["id"]: token["content"] for token in raw.get("added_tokens", [])}
-        last = max([*raw["model"]["vocab"].values(), *added]) if isinstance(raw["model"]["vocab"], dict) else vocab
-        if last + 1 < vocab:
-            return last + 1
-        for token_id, content in sorted(added.items()):
-            if any(word in content.lower() for word in ("reserved", "unused", "mask")):
-                return token_id
-    raise UserError(
-        "drafter.mask_token_id is not set and the target has no spare embedding row and no reserved token; set it to a"
-        f" token that text never uses (0 to {vocab - 1}, not the padding or end token)"
-    )

@@ -40,6 +40,9 @@ class DrafterConfig:
         layer_types: one of ``full_attention`` (bidirectional in the block) or ``sliding_attention``
             (causal in the block, ``sliding_window`` tokens back, the query itself included) per layer.
         is_causal: overrides the in-block rule of *all* layers; absent for DFlash.
+        input_embedding_scale: factor on the target's embedding rows (Gemma's ``sqrt(hidden_size)``).
+        output_multiplier: factor on the head's logits (Cohere, Granite).
+        final_logit_softcapping: cap c of the logits, ``c * tanh(logits / c)`` (Gemma), after the factor.
     """
 
     hidden_size: int
@@ -59,6 +62,9 @@ class DrafterConfig:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a drafter.

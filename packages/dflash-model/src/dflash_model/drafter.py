@@ -149,6 +149,22 @@ class DraftInputs:
     masks: dict[str, Mask]
 
 
+def embed_block(config: DrafterConfig, ids: Tensor, embedding_VD: Tensor) -> Tensor:
+    """The target's frozen rows for block tokens, scaled as the target scales them; ``[..., D]``."""
+    rows = F.embedding(ids, embedding_VD)
+    return rows if config.input_embedding_scale == 1.0 else rows * config.input_embedding_scale
+
+
+def draft_logits(config: DrafterConfig, hidden: Tensor, head_VD: Tensor) -> Tensor:
+    """Logits ``[..., V]`` of drafter outputs through the target's frozen head, in the head's type."""
+    logits = F.linear(hidden.to(head_VD.dtype), head_VD)
+    if config.output_multiplier != 1.0:
+        logits = logits * config.output_multiplier
+    if config.final_logit_softcapping is not None:
+        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+    return logits
+
+
 class Drafter(nn.Module):
     """The trainable part of DFlash. Knows no ranks and no devices; sharding and compiling happen from outside."""
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from dflash_data.dataset import PreparedData, open_prepared
+from dflash_data.ends import end_rules, resolve_mask_token_id
 from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
-from dflash_data.target import TargetModel, find_target, resolve_mask_token_id
+from dflash_data.target import TargetModel, find_target
 from dflash_model import DrafterConfig, UserError, check_drafter, default_target_layer_ids
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.config import FULL, SLIDING
@@ -229,15 +230,19 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
         )
     heads = section.num_heads or goal.num_attention_heads
     rope = getattr(goal, "rope_parameters", None) or {}
+    rope = rope.get(FULL, rope)  # Gemma states one set per layer type
     theta = section.rope_theta or rope.get("rope_theta") or getattr(goal, "rope_theta", None)
     if theta is None:
         raise UserError("drafter.rope_theta is not set and the target's config has none; set it")
+    intermediate = section.intermediate_size or getattr(goal, "intermediate_size", None)
+    if intermediate is None:
+        raise UserError("drafter.intermediate_size is not set and the target (mixture of experts) has none; set it")
     num_taps = section.num_taps or section.num_layers
     taps = tuple(section.target_layer_ids or default_target_layer_ids(goal.num_hidden_layers, num_taps))
     tokenizer_folder = Path(tokenizer).expanduser() if tokenizer else target.folder
     return DrafterConfig(
         hidden_size=goal.hidden_size,
-        intermediate_size=section.intermediate_size or goal.intermediate_size,
+        intermediate_size=intermediate,
         num_layers=section.num_layers,
         num_heads=heads,
         num_kv_heads=section.num_kv_heads or goal.num_key_value_heads,
@@ -254,4 +259,5 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
         sliding_window=section.sliding_window,
         rope_theta=float(theta),
         max_position_embeddings=goal.max_position_embeddings,
+        **end_rules(target),
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack
-from dflash_data.target import FrozenEnds
 from dflash_model import Drafter, DrafterConfig, DraftInputs
 from dflash_model.attention import Mask
+from dflash_model.drafter import embed_block
 from dflash_model.mask import dense_mask, sparse_mask
 from dflash_train.loss import frozen_head_loss
 
@@ -43,7 +44,7 @@ def draft_inputs(
         for kind in sorted(set(config.layer_types))
     }  # fmt: skip
     return DraftInputs(
-        embedding_BQD=ends.embed(ids_AK.view(1, -1)).to(dtype),
+        embedding_BQD=embed_block(config, ids_AK.view(1, -1), ends.embedding_VD).to(dtype),
         context_BSE=tensors["context_SE"][None].to(dtype),
         context_position_BS=tensors["position_S"][None],
         block_position_BQ=position_AK.view(1, -1),
@@ -112,9 +113,7 @@ class DraftStep:
         weight_AK, label_AK = pack.tensors["weight_AK"], pack.tensors["label_AK"]
         hidden_QD = self.drafter(draft_inputs(pack.tensors, self.ends, config, self.dtype))[0]
         label_R = label_AK.flatten()[rows_R].long()
-        loss_sum, choice_R = frozen_head_loss(
-            hidden_QD[rows_R], self.ends.head_VD, label_R, weight_AK.flatten()[rows_R], self.chunk_rows
-        )
+        loss_sum, choice_R = self._head_loss(hidden_QD[rows_R], label_R, weight_AK.flatten()[rows_R])
         right_AK = torch.zeros_like(label_AK, dtype=torch.bool)
         right_AK.view(-1)[rows_R] = choice_R == label_R
         weight_sum = weight_AK.sum()
@@ -127,4 +126,11 @@ class DraftStep:
         hidden_QD = self.drafter(draft_inputs(tensors, self.ends, self.drafter.config, self.dtype))[0]
         label_R = torch.zeros_like(rows_R)
         weight_R = torch.zeros(len(rows_R), device=rows_R.device)
-        return frozen_head_loss(hidden_QD[rows_R], self.ends.head_VD, label_R, weight_R, self.chunk_rows)[1]
+        return self._head_loss(hidden_QD[rows_R], label_R, weight_R)[1]
+
+    def _head_loss(self, hidden_RD: Tensor, label_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.drafter.config
+        return frozen_head_loss(
+            hidden_RD, self.ends.head_VD, label_R, weight_R, self.chunk_rows,
+            multiplier=config.output_multiplier, softcap=config.final_logit_softcapping,
+        )  # fmt: skip

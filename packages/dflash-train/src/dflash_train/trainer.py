@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Segment, Stream
-from dflash_data.target import FrozenEnds
 from dflash_model import Drafter
 from dflash_model.hub import WEIGHTS_NAME
 from dflash_train.channel import Receiver, SendingChannel, Timeouts
