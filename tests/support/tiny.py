@@ -4,7 +4,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.configuration_utils import PretrainedConfig
 
 from dflash_model import Drafter, DrafterConfig
 from dflash_model.config import FULL, SLIDING
@@ -20,15 +34,92 @@ DENSE: dict[str, Any] = {
 }  # fmt: skip
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# Layers 3, 4 and 5 of gemma4 take keys and values from 1 and 2: one of each type lies among the taps.
+GEMMA: dict[str, Any] = {
+    **SIZES, "intermediate_size": 96, "head_dim": 24, "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
+GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 32, "final_logit_softcapping": 3.0}
+GEMMA4_K_EQ_V: dict[str, Any] = {
+    **GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+MROPE: dict[str, Any] = {
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}  # fmt: skip
+PLAIN = ("qwen3", "llama", "qwen3_5")  # keep transformers' initial weights, which other tests' values come from
+
+
+def family_config(family: str) -> PretrainedConfig:
+    """A tiny configuration of a family; ``*_moe`` has five experts, ``qwen3_5_vl`` is the multimodal wrapper."""
+    match family:
+        case "qwen3":
+            return Qwen3Config(**DENSE)
+        case "llama":
+            return LlamaConfig(**DENSE)
+        case "qwen2":
+            return Qwen2Config(**SIZES, intermediate_size=96, tie_word_embeddings=False)
+        case "gemma3":
+            return Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=20)
+        case "gemma4":
+            return Gemma4TextConfig(
+                **GEMMA4,
+                hidden_size_per_layer_input=12,
+                vocab_size_per_layer_input=131,
+                num_kv_shared_layers=3,
+                use_double_wide_mlp=True,
+            )
+        case "gemma4_dense":
+            return Gemma4TextConfig(**GEMMA4_K_EQ_V)
+        case "gemma4_moe":
+            return Gemma4TextConfig(
+                **GEMMA4_K_EQ_V, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=40
+            )
+        case "qwen3_moe":  # layer 1 is dense
+            return Qwen3MoeConfig(**DENSE, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1])
+        case "qwen3_5":
+            return Qwen3_5TextConfig(**HYBRID)
+        case "qwen3_5_moe":
+            sizes = {name: value for name, value in HYBRID.items() if name != "intermediate_size"}
+            return Qwen3_5MoeTextConfig(**sizes, **EXPERTS, shared_expert_intermediate_size=48)
+        case "qwen3_5_vl":  # its special tokens lie outside the vocabulary: no text can hold them
+            return Qwen3_5Config(
+                text_config={**HYBRID, "rope_parameters": MROPE},
+                vision_config=VISION,
+                image_token_id=500,
+                video_token_id=501,
+                vision_start_token_id=502,
+                vision_end_token_id=503,
+            )
+    raise KeyError(family)
+
+
 def tiny_target(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A random causal model of a family: qwen3, qwen3_5 (hybrid) or llama."""
+    """A random model of a family, everything in it large enough to matter (see ``PLAIN`` for three exceptions)."""
     torch.manual_seed(seed)
-    config = {
-        "qwen3": lambda: Qwen3Config(**DENSE),
-        "llama": lambda: LlamaConfig(**DENSE),
-        "qwen3_5": lambda: Qwen3_5TextConfig(**HYBRID),
-    }[family]()
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    auto = AutoModelForImageTextToText if family == "qwen3_5_vl" else AutoModelForCausalLM
+    model = auto.from_config(family_config(family), dtype=dtype).eval()
+    if family not in PLAIN:
+        _spread(model)
+    return model
+
+
+@torch.no_grad()
+def _spread(model: PreTrainedModel) -> None:
+    """Constants (norms, biases, layer scalars) get noise, matrices five times their initial 0.02: about 1/sqrt(64)."""
+    for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():  # tied ones once
+        if tensor.dim() > 1:
+            tensor.mul_(4)
+        elif bool((tensor == tensor[0]).all()):
+            tensor.add_(0.15 * torch.randn_like(tensor) - 0.5)
 
 
 def tiny_config(layers: tuple[str, ...] = (FULL, FULL), **changes: Any) -> DrafterConfig:

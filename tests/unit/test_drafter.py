@@ -10,6 +10,7 @@ from dflash_model import DraftCache, DrafterConfig, DraftInputs
 from dflash_model.attention import Mask
 from dflash_model.blocks import first_of_document
 from dflash_model.config import FULL, SLIDING
+from dflash_model.layout import to_published
 from dflash_model.mask import dense_mask
 from support.tiny import packed_row, tiny_config, tiny_drafter
 
@@ -28,7 +29,7 @@ def masks_for(config: DrafterConfig, first: torch.Tensor, anchor: torch.Tensor, 
 def reference_model(
     config: DrafterConfig, state: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> reference.DFlashDraftModel:
-    model = reference.DFlashDraftModel(Qwen3Config(**config.to_dict())).to(dtype).eval()
+    model = reference.DFlashDraftModel(Qwen3Config(**to_published(config))).to(dtype).eval()
     missing = model.load_state_dict(state, strict=True)
     assert not missing.missing_keys
     return model

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_train.evaluate import Acceptance, replay
+from dflash_train.acceptance import Acceptance
+from dflash_train.evaluate import replay
 from dflash_train.step import Tally
 
 
@@ -14,17 +15,22 @@ def test_replay_by_hand() -> None:
     candidate[1:6], candidate[9] = True, True
     run = np.array([0, 2, 9, 9, 0, 1, 9, 9, 9, 1, 9, 9])
     # at 1: 2 match + 1 = 3 -> at 4: 0 + 1 -> at 5: 1 + 1 cut to 1, end. At 9: 1 + 1 cut to 1.
-    assert replay(run, candidate) == (3 + 1 + 1 + 1, 4)
+    rounds = replay(run, candidate)
+    assert rounds.committed.tolist() == [3, 1, 1, 1]
+    assert rounds.accepted.tolist() == [2, 0, 1, 1]
+    assert rounds.context.tolist() == [2, 5, 6, 10]
+    assert rounds.last.tolist() == [False, False, True, True]
 
 
 def test_replay_commits_every_token_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         candidate = rng.random(60) < 0.7
-        tokens, rounds = replay(rng.integers(0, 8, 60), candidate)
-        assert tokens == candidate.sum()
-        assert 1 <= rounds <= tokens
-        assert replay(np.zeros(60, dtype=np.int64), candidate) == (tokens, tokens)
+        rounds = replay(rng.integers(0, 8, 60), candidate)
+        assert rounds.tokens == candidate.sum()
+        assert ((rounds.committed == rounds.accepted + 1) | rounds.last).all()
+        slow = replay(np.zeros(60, dtype=np.int64), candidate)
+        assert slow.committed.tolist() == [1] * rounds.tokens
 
 
 def test_pooled_and_mean_differ_as_they_should() -> None:

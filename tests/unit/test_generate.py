@@ -5,10 +5,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dflash_model import generate
+from dflash_model import Drafter, UserError, generate
+from dflash_model.compare import first_divergence
 from dflash_model.config import FULL, SLIDING
 from dflash_train.evaluate import replay
 from support.tiny import tiny_config, tiny_drafter, tiny_target
+from support.tokenizer import chat_tokenizer
 
 FAMILIES = {"qwen3": 6, "llama": 6, "qwen3_5": 8}
 
@@ -63,7 +65,7 @@ def test_oracle_drafts_are_accepted_and_the_text_is_the_targets(
     wrong = positions % wrong_every == 0
     run = torch.tensor([next((k for k in range(7) if i + 1 + k < count and wrong[i + 1 + k]), 7) for i in range(count)])
     candidates = torch.arange(count) < count - 1
-    assert (sum(result.committed), len(result.committed)) == replay(run.numpy(), candidates.numpy())
+    assert result.committed == replay(run.numpy(), candidates.numpy()).committed.tolist()
     assert result.acceptance_length > (2.0 if wrong_every == 3 else 7.0)
 
 
@@ -91,3 +93,58 @@ def test_stops_at_the_stop_token_and_counts_nothing_after_it() -> None:
     drafted = generate(drafter, target, prompt, max_new_tokens=30, stop_token_ids=[stop])
     assert drafted.token_ids == result.token_ids
     assert sum(drafted.committed) == first  # the first token comes from the prefill
+
+
+def test_stop_strings_end_the_text_with_the_token_that_completes_them() -> None:
+    """Against decoding every prefix of the text; with a drafter and without."""
+    target, prompt, tokenizer = tiny_target("qwen3"), [3, 17, 5], chat_tokenizer()
+    expected = library_greedy(target, prompt, 30)
+    drafter = tiny_drafter(tiny_config())
+    for begin, end in ((4, 6), (11, 14), (20, 21)):
+        stop = tokenizer.decode(expected[begin:end])
+        kept = next(n for n in range(1, 31) if stop in tokenizer.decode(expected[:n]))
+        for who in (drafter, None):
+            streamed: list[int] = []
+            out = generate(
+                who, target, prompt, max_new_tokens=30, stop_strings=["never", stop], tokenizer=tokenizer,
+                on_tokens=streamed.extend,
+            )  # fmt: skip
+            assert out.token_ids == expected[:kept] == streamed
+            assert out.stopped_by == "string"
+    with pytest.raises(UserError, match="needs tokenizer"):
+        generate(None, target, prompt, max_new_tokens=3, stop_strings=["a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_target_layers": 5}, "the drafter has num_target_layers 5, the target has 6"),
+        ({"vocab_size": 140}, "the drafter has vocab_size 140, the target has 131"),
+        ({"hidden_size": 32}, "the drafter has hidden_size 32, the target has 64"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        generate(Drafter(tiny_config(**change)), tiny_target("qwen3"), [1], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("prompt", "limit"), [([], 3), ([1], 0)])
+def test_empty_prompts_and_limits_are_refused(prompt: list[int], limit: int) -> None:
+    with pytest.raises(UserError, match="both must be 1 or more"):
+        generate(None, tiny_target("qwen3"), prompt, max_new_tokens=limit)
+
+
+def test_divergence_names_the_first_difference_and_its_margin() -> None:
+    target, prompt = tiny_target("qwen3"), [3, 17, 5]
+    text = library_greedy(target, prompt, 6)
+    other = [*text[:3], (text[3] + 1) % 131, *text[4:]]
+    assert first_divergence(target, prompt, text, list(text)) is None
+    found = first_divergence(target, prompt, text, other)
+    with torch.no_grad():
+        logits = target(input_ids=torch.tensor([prompt + text[:3]])).logits[0, -1]
+    assert found is not None
+    assert (found.position, found.tokens) == (3, (text[3], other[3]))
+    assert found.margin == pytest.approx(float(logits[text[3]] - logits[other[3]]), abs=1e-5)
+    shorter = first_divergence(target, prompt, text, text[:4])
+    assert shorter is not None
+    assert (shorter.position, shorter.tokens, shorter.margin) == (4, (text[4], None), None)

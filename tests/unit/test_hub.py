@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_model import DrafterConfig, UserError, default_target_layer_ids, load_drafter, save_drafter
+from dflash_model import UserError, default_target_layer_ids, load_drafter, save_drafter
 from dflash_model.config import FULL, SLIDING
+from dflash_model.layout import from_published, to_published
 from support.tiny import tiny_config, tiny_drafter
 
 
@@ -65,4 +66,4 @@ def test_default_taps_are_the_published_ones() -> None:
 
 def test_config_survives_its_own_json() -> None:
     config = tiny_config((SLIDING, FULL), is_causal=False)
-    assert DrafterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert from_published(json.loads(json.dumps(to_published(config))), "here") == config

@@ -4,6 +4,7 @@ Every rank reads only the slices that it keeps, from memory-mapped files: no hos
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dflash_model.errors import UserError
 
 FLOATS = {"BF16", "F16", "F32", "F64"}
 ANCHOR_KEY = "embed_tokens.weight"
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,35 @@ class TargetFiles:
         return next((name for name in self.file_of if name.endswith("lm_head.weight")), None)
 
     def read_into(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded or not, by checkpoint name.
+        """Fill tensors, sharded or not, by the name that the model gives them.
 
         Raises:
             UserError: a tensor is missing, has another shape, or is not stored as a float.
         """
-        for path in sorted({self._file(name) for name in tensors}):
+        stored = {stored: part for name, tensor in tensors.items() for stored, part in self._as_stored(name, tensor)}
+        names_in: dict[Path, list[str]] = {}
+        for name in stored:
+            names_in.setdefault(self._file(name), []).append(name)
+        for path, names in sorted(names_in.items()):
             with safe_open(path, framework="pt") as file:
-                for name, tensor in tensors.items():
-                    if self.file_of[name] == path:
-                        _copy_slice(file.get_slice(name), name, tensor)
+                for name in names:
+                    _copy_slice(file.get_slice(name), name, stored[name])
+
+    def _as_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A tensor under its name, or, where the files hold experts one by one, views of this rank's experts.
+
+        transformers joins the experts of a layer in one tensor ``[experts, rows, columns]``, gate above up; published
+        checkpoints have it in that form (Gemma 4, Qwen3.5) or as ``experts.{e}.gate_proj.weight`` and so on (Qwen3).
+        """
+        experts, _, joined = name.rpartition(".")
+        if name in self.file_of or not experts.endswith(".experts") or joined not in EXPERT_PARTS:
+            yield name, tensor
+            return
+        parts = EXPERT_PARTS[joined]
+        local, rows = own_rows(tensor)
+        for expert, matrix in enumerate(local, start=rows.start or 0):
+            for part, view in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{experts}.{expert}.{part}.weight", view
 
     def _file(self, name: str) -> Path:
         if name not in self.file_of:
@@ -110,8 +131,12 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, slice]:
 def rebuild_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     """Compute the buffers that no checkpoint holds (rotary tables, embedding scales) after ``to_empty``.
 
-    transformers does it in the same function that draws initial weights, so call this before loading.
+    transformers does it in the function that draws initial weights, which leaves alone what is marked as loaded. All
+    that a checkpoint holds is marked: drawing a sharded embedding (Gemma's has a scale) would be wasted on the CPU and,
+    on GPUs, wait for every rank of the job to synchronize random states, drafter ranks too.
     """
+    for tensor in module.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
     for child in module.modules():
         if child._non_persistent_buffers_set:
             model._init_weights(child)

@@ -1,11 +1,9 @@
 """What a drafter is: sizes, tapped target layers, block size, attention layout.
 
-The JSON form is the layout that z-lab's reference package, SGLang and vLLM read (``config.json`` beside
-``model.safetensors``); its keys are listed in ``DrafterConfig.to_dict``.
+``layout.py`` is its published JSON form.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -143,86 +141,3 @@ class DrafterConfig:
                 raise UserError(
                     f"{origin} has {key} {getattr(self, key)}, {target_origin} has {value}; they do not belong together"
                 )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The ``config.json`` that z-lab's package, SGLang and vLLM load."""
-        sliding = SLIDING in self.layer_types
-        out: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "dtype": "bfloat16",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            # Both spellings: SGLang reads rope_theta where rope_parameters is missing, vLLM the other way round.
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            # transformers' Qwen3Config drops the window unless all four of these agree.
-            "layer_types": list(self.layer_types),
-            "use_sliding_window": sliding,
-            "sliding_window": self.sliding_window if sliding else None,
-            "max_window_layers": self.num_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-                "block_size": self.block_size,
-            },
-        }
-        if self.is_causal is not None:
-            out["is_causal"] = self.is_causal
-        return out
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any], origin: str = "config.json") -> "DrafterConfig":
-        """Read a z-lab-layout ``config.json``; keys in ``dflash_config`` win over the top level.
-
-        Raises:
-            UserError: a key that must not be guessed (taps, mask id, number of target layers) is missing, or a
-                value describes a drafter that the servers could not run.
-        """
-        merged = {**raw, **raw.get("dflash_config", {})}
-        num_layers = merged.get("num_hidden_layers")
-        needed = (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "vocab_size", "num_target_layers", "target_layer_ids", "mask_token_id", "block_size",
-        )  # fmt: skip
-        missing = [key for key in needed if merged.get(key) is None]
-        if missing or not isinstance(num_layers, int):
-            raise UserError(f"{origin} has no {', '.join(missing)}; a DFlash drafter's config must state it")
-        if merged.get("hidden_act", "silu") != "silu":
-            raise UserError(f"{origin}: hidden_act is {merged['hidden_act']!r}; DFlash drafters use 'silu'")
-        rope = merged.get("rope_parameters") or {}
-        theta = rope.get("rope_theta", merged.get("rope_theta"))
-        if theta is None:
-            raise UserError(f"{origin} has no rope_theta (neither top-level nor in rope_parameters)")
-        return cls(
-            hidden_size=merged["hidden_size"],
-            intermediate_size=merged["intermediate_size"],
-            num_layers=num_layers,
-            num_heads=merged["num_attention_heads"],
-            num_kv_heads=merged["num_key_value_heads"],
-            head_dim=merged.get("head_dim") or merged["hidden_size"] // merged["num_attention_heads"],
-            vocab_size=merged["vocab_size"],
-            num_target_layers=merged["num_target_layers"],
-            target_layer_ids=tuple(merged["target_layer_ids"]),
-            block_size=merged["block_size"],
-            mask_token_id=merged["mask_token_id"],
-            layer_types=tuple(merged.get("layer_types") or (FULL,) * num_layers),
-            sliding_window=merged.get("sliding_window"),
-            is_causal=merged.get("is_causal"),
-            rope_theta=float(theta),
-            rms_norm_eps=merged.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=merged.get("max_position_embeddings", 32768),
-        )

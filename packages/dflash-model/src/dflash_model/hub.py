@@ -1,22 +1,28 @@
 """Reading and writing drafters in the layout that z-lab's package, SGLang and vLLM load.
 
 A folder with ``config.json`` and ``model.safetensors``: bf16, names without prefix, exactly the drafter's own tensors.
+The name set is checked on write and on read: SGLang detects neither missing nor unknown tensors, vLLM refuses unknown
+ones only when it starts.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_model.config import DrafterConfig
 from dflash_model.drafter import Drafter
 from dflash_model.errors import UserError
+from dflash_model.layout import from_published, to_published
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, torch.Size]:
@@ -31,12 +37,14 @@ def _check(found: dict[str, torch.Size], config: DrafterConfig, origin: str) -> 
         if names:
             listed = ", ".join(sorted(names)[:5])
             raise UserError(
-                f"{origin} {problem} tensor {listed} ({len(names)} in all); its config.json describes"
+                f"{origin} {problem} tensor {listed} ({len(names)} in all); its {CONFIG_NAME} describes"
                 f" {len(expected)} tensors"
             )
     for name, shape in expected.items():
         if found[name] != shape:
-            raise UserError(f"{origin}: {name} has shape {list(found[name])}; its config.json describes {list(shape)}")
+            raise UserError(
+                f"{origin}: {name} has shape {list(found[name])}; its {CONFIG_NAME} describes {list(shape)}"
+            )
 
 
 def save_drafter(state: dict[str, Tensor], config: DrafterConfig, folder: Path) -> None:
@@ -54,7 +62,7 @@ def save_drafter(state: dict[str, Tensor], config: DrafterConfig, folder: Path) 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    (folder / CONFIG_NAME).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    (folder / CONFIG_NAME).write_text(json.dumps(to_published(config), indent=2) + "\n")
 
 
 def read_config(folder: Path) -> DrafterConfig:
@@ -69,23 +77,66 @@ def read_config(folder: Path) -> DrafterConfig:
             f"no drafter at {folder}: there is no {CONFIG_NAME} (a checkpoint's drafter is its folder dflash, such as"
             " runs/a/checkpoints/step-100/dflash)"
         )
-    return DrafterConfig.from_dict(json.loads(path.read_text()), str(path))
+    return from_published(_read_object(path), str(path))
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        raw = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}; it must be a JSON object")
+    return raw
 
 
 def check_drafter(folder: Path) -> DrafterConfig:
-    """Read a drafter's configuration and compare its tensors' names and shapes with it, without loading them.
+    """Read a drafter's configuration and compare its tensors with it, without loading them.
 
     Raises:
-        UserError: no such drafter, or its tensors are not those of its configuration.
+        UserError: no such drafter, its tensors are not those of its configuration, or one is not a float.
     """
     config = read_config(folder)
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        raise UserError(f"no drafter at {folder}: there is no {WEIGHTS_NAME}")
-    with safe_open(path, framework="pt") as file:
-        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    _check(shapes, config, str(path))
+    shapes: dict[str, torch.Size] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    stored = file.get_slice(name)
+                    if stored.get_dtype() not in FLOATS:
+                        raise UserError(
+                            f"{path}: {name} is stored as {stored.get_dtype()}; a drafter's tensors are one of"
+                            f" {', '.join(FLOATS)}"
+                        )
+                    shapes[name] = torch.Size(stored.get_shape())
+        except SafetensorError as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+    _check(shapes, config, str(folder / WEIGHTS_NAME))
     return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """One file, or the files that an index names."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        weight_map = _read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index} has no weight_map")
+        files = sorted({folder / str(name) for name in weight_map.values()})
+    else:
+        files = [folder / WEIGHTS_NAME]
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"no drafter at {folder}: there is no {path.name}")
+    return files
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each tensor of a drafter that ``check_drafter`` has passed, one at a time."""
+    for path in _weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
 
 
 def load_drafter(
@@ -93,13 +144,17 @@ def load_drafter(
 ) -> Drafter:
     """Load a drafter for inference.
 
+    Args:
+        folder: a z-lab-layout drafter; of a training checkpoint, its folder ``dflash``.
+        dtype: of the weights and the arithmetic; the target's own is the usual choice.
+        device: the target's.
+
     Raises:
         UserError: no such drafter, or its tensors are not those of its configuration.
     """
     folder = Path(folder).expanduser()
     config = check_drafter(folder)
-    state = {name: tensor.to(device, dtype) for name, tensor in load_file(folder / WEIGHTS_NAME).items()}
     with torch.device("meta"):
         drafter = Drafter(config)
-    drafter.load_state_dict(state, assign=True)
-    return drafter.eval()
+    drafter.load_state_dict({name: t.to(device, dtype) for name, t in stored_tensors(folder)}, assign=True)
+    return drafter.requires_grad_(False).eval()

@@ -1,9 +1,10 @@
 """Taking rejected tokens back out of a target's cache.
 
-Plain attention layers are cropped. A layer that keeps a running state (gated delta net, convolution, sliding window)
-cannot forget tokens, so its state is copied before verification and put back; the caller then runs the accepted
-tokens again. transformers' own ``crop`` after ``activate_past_recording`` restores the convolution state but not the
-recurrent one (seen in 5.17 and 5.24), so it is not used.
+Plain attention layers are cropped. A sliding-window layer that has dropped old keys cannot be, so it is given a full
+cache: the model masks by window anyway, and the memory is that of a full-attention layer. A layer that keeps a running
+state (gated delta net, convolution) cannot forget tokens, so its state is copied before verification and put back;
+the caller then runs the accepted tokens again. transformers' own ``crop`` after ``activate_past_recording`` restores
+the convolution state but not the recurrent one (seen in 5.17 and 5.24), so it is not used.
 """
 
 import copy
@@ -11,7 +12,7 @@ import inspect
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 class RewindableCache:
@@ -25,31 +26,43 @@ class RewindableCache:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.cache = DynamicCache(config=model.config)
+        self.cache.layers = [
+            DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in self.cache.layers
+        ]
         parameters = inspect.signature(type(model).forward).parameters
         self.argument = "cache" if "cache" in parameters else "past_key_values"
         self._saved: dict[int, Any] = {}
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a running state, so that accepted tokens must be run again after a rejection."""
+        return any(type(layer) is not DynamicLayer for layer in self.cache.layers)
+
     def mark(self) -> None:
-        """Remember the state before a verification."""
+        """Remember the running states before a verification."""
         self._saved = {
             index: copy.deepcopy(layer)
             for index, layer in enumerate(self.cache.layers)
             if type(layer) is not DynamicLayer
         }
 
-    def reject(self, num_verified: int, num_accepted: int) -> int:
-        """Drop the tail of the last ``num_verified`` tokens.
+    def reject(self, num_run: int, num_kept: int) -> int:
+        """Take back what ran since the mark, except its first ``num_kept`` tokens where that is possible.
+
+        Args:
+            num_run: tokens that ran since the mark.
+            num_kept: how many of them stay in the text.
 
         Returns:
-            How many of the accepted tokens the caller must run again: 0 for a pure attention cache.
+            How many tokens, from the mark on, must be run again: 0 for an attention cache, ``num_kept`` with states.
         """
-        if num_accepted == num_verified:
+        if num_kept == num_run:
             return 0
-        replay = num_accepted if self._saved else 0
+        again = num_kept if self._saved else 0
         for index, layer in enumerate(self.cache.layers):
             if index in self._saved:
                 self.cache.layers[index] = self._saved[index]
             else:
                 assert isinstance(layer, DynamicLayer)
-                layer.crop(num_accepted - replay - num_verified)
-        return replay
+                layer.crop(num_kept - again - num_run)
+        return again

@@ -1,51 +1,27 @@
-"""Acceptance length on held-out rows, without decoding.
+"""Acceptance length of known texts, without decoding.
 
 The target's text is known, so speculative decoding can be replayed: draft at the first response token, count how many
 proposals match the text, move on by that many and one, draft again. All anchors of a row are drafted in a few packed
 forwards; then the walk is arithmetic. If the responses are the target's own greedy output this is exactly the number
 that greedy decoding would reach (up to the target's numerics); otherwise it is teacher-forced and called so.
-
-Source: DFlash paper section 5 (acceptance length, the target's own token included).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from dflash_data.packs import HiddenPack, make_blocks
+from dflash_data.packs import PAD_DOCUMENT, HiddenPack, make_blocks
 from dflash_model.blocks import anchor_candidates
+from dflash_train.acceptance import Rounds
 from dflash_train.step import DraftStep
 
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Tokens and draft rounds per prompt."""
-
-    tokens: NDArray[np.int64]
-    rounds: NDArray[np.int64]
-
-    @property
-    def pooled(self) -> float:
-        """All tokens over all rounds; what servers report."""
-        return float(self.tokens.sum() / max(self.rounds.sum(), 1))
-
-    @property
-    def mean(self) -> float:
-        """Mean of the prompts' own acceptance lengths; what papers report."""
-        return float((self.tokens / np.maximum(self.rounds, 1)).mean()) if len(self.tokens) else float("nan")
-
-    def interval(self, *, level: float = 0.95, resamples: int = 2000) -> tuple[float, float]:
-        """Bootstrap interval of the pooled length over prompts (fixed seed)."""
-        rng = np.random.default_rng(0)
-        picks = rng.integers(0, len(self.tokens), (resamples, len(self.tokens)))
-        pooled = self.tokens[picks].sum(1) / np.maximum(self.rounds[picks].sum(1), 1)
-        low, high = np.quantile(pooled, [(1 - level) / 2, (1 + level) / 2])
-        return float(low), float(high)
+TILE = 128  # flex_attention's block: rows and slots come in multiples of it
 
 
-def replay(run_S: NDArray[np.int64], candidate_S: NDArray[np.bool_]) -> tuple[int, int]:
+def replay(run_S: NDArray[np.int64], candidate_S: NDArray[np.bool_]) -> Rounds:
     """Walk one document.
 
     Args:
@@ -53,40 +29,78 @@ def replay(run_S: NDArray[np.int64], candidate_S: NDArray[np.bool_]) -> tuple[in
         candidate_S: where a block may start; a stretch of these is a response without its last token.
 
     Returns:
-        Tokens committed and rounds. Each stretch begins with a token from the prefill, which counts as neither; the
-        last round is cut at the end of the response.
+        Its rounds. Each stretch begins with a token from the prefill, which belongs to none; the last round of a
+        stretch is cut at the end of the response.
     """
-    tokens = rounds = 0
+    rows: list[tuple[int, int, int, bool]] = []
     edges = np.flatnonzero(np.diff(np.concatenate(([False], candidate_S, [False])).astype(np.int8)))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         at = begin
         while at < end:
-            committed = min(int(run_S[at]) + 1, end - at)
-            tokens, rounds, at = tokens + committed, rounds + 1, at + committed
-    return tokens, rounds
+            accepted = min(int(run_S[at]), end - at)
+            committed = min(accepted + 1, end - at)
+            rows.append((at + 1, accepted, committed, at + committed == end))
+            at += committed
+    context, accepted_R, committed_R, last = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    return Rounds(context, accepted_R, committed_R, last.astype(np.bool_))
 
 
-def evaluate_pack(step: DraftStep, pack: HiddenPack, num_chunks: int) -> list[tuple[int, int]]:
-    """Tokens and rounds of every document of a held-out pack.
+def evaluate_pack(step: DraftStep, pack: HiddenPack, num_chunks: int) -> list[Rounds]:
+    """Rounds of every document of a held-out pack.
 
     Args:
         step: the drafter to evaluate.
         pack: a held-out pack; its own anchors are ignored.
         num_chunks: forwards to run, the same on all ranks: each holds as many anchors as a training pack.
     """
-    config = step.drafter.config
     ids, doc = pack.host["input_ids_S"].numpy(), pack.host["doc_S"].numpy()
     mask = pack.host["loss_mask_S"].numpy().astype(np.bool_)
+    return _replay_row(step, pack.tensors, (ids, mask, doc), len(pack.host["anchor_A"]), num_chunks)
+
+
+def evaluate_text(step: DraftStep, context_SE: Tensor, prompt: Sequence[int], response: Sequence[int]) -> Rounds:
+    """Rounds of one prompt and its response.
+
+    Args:
+        step: the drafter to evaluate.
+        context_SE: context features of prompt and response; those of the last token are not used.
+        prompt: its tokens.
+        response: its tokens, the stop token included.
+    """
+    length = len(prompt) + len(response)
+    width = -(-length // TILE) * TILE
+    ids, doc = np.zeros(width, dtype=np.int32), np.full(width, PAD_DOCUMENT, dtype=np.int32)
+    ids[:length], doc[:length] = [*prompt, *response], 0
+    mask = (doc == 0) & (np.arange(width) >= len(prompt))
+    device = context_SE.device
+    tensors = {
+        "context_SE": torch.cat((context_SE, context_SE.new_zeros(width - len(context_SE), context_SE.shape[1]))),
+        "input_ids_S": torch.from_numpy(ids).to(device),
+        "position_S": torch.arange(width, dtype=torch.int32, device=device),
+    }
+    num_chunks = -(-len(response) // TILE)
+    return _replay_row(step, tensors, (ids, mask, doc), TILE, num_chunks)[0]
+
+
+def _replay_row(
+    step: DraftStep,
+    tensors: dict[str, Tensor],
+    row: tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32]],
+    num_anchors: int,
+    num_chunks: int,
+) -> list[Rounds]:
+    """Draft at every candidate of a row, ``num_anchors`` at a time, then walk each document."""
+    ids, mask, doc = row
+    block_size, device = step.drafter.config.block_size, tensors["context_SE"].device
     candidates = anchor_candidates(mask, doc)
-    num_anchors = len(pack.host["anchor_A"])
     run_S = np.zeros(len(ids), dtype=np.int64)
     for chunk in range(num_chunks):
         anchors = candidates[chunk * num_anchors : (chunk + 1) * num_anchors]
-        blocks = make_blocks(ids, mask, doc, anchors, num_anchors, config.block_size, gamma=1.0)
-        device = pack.tensors["context_SE"].device
+        blocks = make_blocks(ids, mask, doc, anchors, num_anchors, block_size, gamma=1.0)
         rows_R = blocks["weight_AK"].flatten().nonzero()[:, 0]
-        tensors = {**pack.tensors, **{name: tensor.to(device) for name, tensor in blocks.items()}}
-        choice_R = step.choices(tensors, rows_R.to(device)).cpu()
+        choice_R = step.choices(
+            {**tensors, **{name: tensor.to(device) for name, tensor in blocks.items()}}, rows_R.to(device)
+        ).cpu()
         right_AK = torch.zeros_like(blocks["label_AK"], dtype=torch.int64)
         right_AK.view(-1)[rows_R] = (choice_R == blocks["label_AK"].flatten()[rows_R]).long()
         run_S[anchors] = right_AK[: len(anchors), 1:].cumprod(-1).sum(-1).numpy()

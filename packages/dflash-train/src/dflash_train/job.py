@@ -14,6 +14,7 @@ from dflash_data.target import TargetModel, find_target
 from dflash_model import DrafterConfig, UserError, check_drafter, default_target_layer_ids
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.config import FULL, SLIDING
+from dflash_model.layout import to_published
 from dflash_train.config import DrafterSection, RunConfig
 from dflash_train.mesh import Split, make_split
 
@@ -123,7 +124,7 @@ class Job:
             "target": self.target.name,
             "loss.gamma": config.loss.gamma,
             "optimizer": asdict(config.optimizer),
-            "drafter": self.drafter.to_dict(),
+            "drafter": to_published(self.drafter),
         }
 
 

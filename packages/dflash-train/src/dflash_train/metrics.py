@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from dflash_data.packs import STATS
-from dflash_train.evaluate import Acceptance
+from dflash_train.acceptance import Acceptance
 
 logger = logging.getLogger("dflash")
 

@@ -5,10 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,10 +15,11 @@ from dflash_data.packs import HiddenPack
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Segment, Stream
 from dflash_model import Drafter
-from dflash_model.hub import WEIGHTS_NAME
+from dflash_model.hub import stored_tensors
+from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.channel import Receiver, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer
-from dflash_train.evaluate import Acceptance, evaluate_pack
+from dflash_train.evaluate import evaluate_pack
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes
 from dflash_train.metrics import Interval, Pipeline, RunLog, logger
@@ -47,9 +46,8 @@ def initial_tensors(job: Job) -> Iterator[tuple[str, Tensor]]:
     """Full fp32 start values of every drafter parameter, one at a time."""
     init_from = job.config.drafter.init_from
     if init_from is not None:
-        with safe_open(Path(init_from).expanduser() / WEIGHTS_NAME, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name).float()
+        for name, tensor in stored_tensors(Path(init_from).expanduser()):
+            yield name, tensor.float()
         return
     yield from Drafter.initial_tensors(job.drafter, torch.Generator().manual_seed(job.config.run.seed))
 
@@ -165,7 +163,7 @@ class Trainer:
             logger.info("evaluating on the held-out packs")
         self.interval.wait_s += self.receiver.waiting.take()
         self.drafter.eval()
-        mine: list[tuple[int, int]] = []
+        mine: list[Rounds] = []
         for offset in range(segment.count):
             if offset % self.job.split.num_drafters == self.job.split.drafter_rank(self.meshes.rank):
                 mine += evaluate_pack(self.draft, self.receiver.receive(), self.course.heldout_chunks)
@@ -174,11 +172,11 @@ class Trainer:
             module.reshard()  # no backward did it
         self.drafter.train()
         self.receiver.waiting.take()  # an evaluation's waiting is not training's
-        everyone: list[list[tuple[int, int]]] = [[] for _ in range(self.job.split.num_drafters)]
+        everyone: list[list[Rounds]] = [[] for _ in range(self.job.split.num_drafters)]
         dist.all_gather_object(everyone, mine, group=self.meshes.control)
-        walks = np.array([walk for part in everyone for walk in part], dtype=np.int64).reshape(-1, 2)
-        if self.log is not None and len(walks):
-            self.log.evaluation(segment.step, Acceptance(walks[:, 0], walks[:, 1]), self.course.acceptance_name)
+        texts = [text for part in everyone for text in part]
+        if self.log is not None and texts:
+            self.log.evaluation(segment.step, Acceptance.of(texts), self.course.acceptance_name)
         if segment.step and self._is_due(segment.step, self.job.config.checkpoint.interval):
             self.save(segment.step)
 
