@@ -121,7 +121,9 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
         embed, head = (
             torch.randn(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]) * std for std in (1.0, 0.02)
         )
-    step = DraftStep(drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows)
+    step = DraftStep(
+        drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows, sparse=device.type == "cuda"
+    )
     packs = [random_pack(bench, config, device, seed) for seed in range(4)]
     tally, calls = Tally(config.block_size, device), iter(range(10**9))
 

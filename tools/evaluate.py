@@ -1,23 +1,34 @@
 """Measure a drafter by drafting: python tools/evaluate.py drafter.path=DIR target.path=NAME prompts=file.jsonl
 
-Answers every prompt with the real cached loop, reports acceptance length and speed; the last line is one JSON object.
+Answers every prompt with the real cached loop, beside it the replay evaluation that training uses, and the same loop
+without drafting. With server=URL a running SGLang or vLLM answers the prompts instead, and tells its own counts; given
+a drafter.path too, both numbers stand side by side. The last line is one JSON object.
 """
 
 import json
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_data.chat import render
-from dflash_data.regenerate import prompt_of, stop_token_ids
+from dflash_data.ends import FrozenEnds
+from dflash_data.regenerate import Row, prompt_of, stop_token_ids
 from dflash_data.sources import check_sources, read_rows
-from dflash_model import Generation, UserError, generate
+from dflash_model import Drafter, Generation, Sampling, UserError, generate
+from dflash_model.compare import first_divergence
+from dflash_model.taps import context_features
+from dflash_train.acceptance import Acceptance, Rounds, by_context, by_position
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
-from dflash_train.evaluate import Acceptance
-from generate import DrafterPath, load_pair
+from dflash_train.evaluate import evaluate_text
+from dflash_train.server import AnswerSettings, ServerReport, measure_server
+from dflash_train.step import DraftStep
+from generate import DrafterPath, describe_divergence, load_pair
+
+CHUNK_ROWS = 1024
 
 
 @dataclass
@@ -30,63 +41,245 @@ class EvaluateConfig:
     prompts: list[str] = key([], "JSONL files with messages; a last assistant turn is left out")
     limit: int = key(0, "use only the first prompts; 0 for all")
     max_new_tokens: int = key(256, "longest answer")
+    temperatures: list[float] = key([0.0], "one evaluation at each; 0 is greedy")
+    top_k: int = key(0, "sample from the k most likely tokens; 0 for all")
+    top_p: float = key(1.0, "sample from the most likely tokens that reach this probability")
+    seed: int = key(0, "of the sampling; prompt i uses seed + i")
     compare: bool = key(True, "answer without drafting too: speed-up and equal texts")
+    server: str = key("", "measure the SGLang or vLLM server at this URL (http://127.0.0.1:30000)")
+    server_model: str | None = key(None, "model to ask the server for; default: its only one")
+    concurrency: list[int] = key([1, 8, 32], "requests in flight at the server, one measurement each")
 
 
-def acceptance(results: list[Generation]) -> Acceptance:
-    """Tokens and rounds of each prompt; the first token comes from the prefill and counts as neither."""
-    counts = np.array([(sum(result.committed), len(result.committed)) for result in results], dtype=np.int64)
-    return Acceptance(counts[:, 0], counts[:, 1])
+@dataclass(frozen=True)
+class Bench:
+    """Everything the local loops need.
+
+    Attributes:
+        config: the settings.
+        drafter: the drafter.
+        target: its target.
+        tokenizer: the target's.
+        rows: the conversations.
+    """
+
+    config: EvaluateConfig
+    drafter: Drafter
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    rows: list[Row]
+
+    def prompt(self, row: Row) -> list[int]:
+        """Tokens up to the turn that is to be generated."""
+        options = self.config.target.template_options
+        return render(self.tokenizer, prompt_of(row["messages"]), generation_prompt=True, **options)
+
+    def answer(self, who: Drafter | None, ids: list[int], temperature: float, seed: int) -> Generation:
+        """One text."""
+        config = self.config
+        return generate(
+            who, self.target, ids, max_new_tokens=config.max_new_tokens,
+            sampling=Sampling(temperature=temperature, top_k=config.top_k, top_p=config.top_p, seed=seed),
+            stop_token_ids=stop_token_ids(self.target, self.tokenizer),
+        )  # fmt: skip
+
+    def replay(self, ids: list[int], result: Generation) -> Rounds:
+        """The rounds that the training job's evaluation finds in a text."""
+        embed, head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
+        ends = FrozenEnds(embed.weight, head.weight)  # type: ignore[union-attr, arg-type]
+        step = DraftStep(self.drafter, ends, self.target.dtype, CHUNK_ROWS, sparse=False)
+        taps = self.drafter.config.target_layer_ids
+        return evaluate_text(
+            step, context_features(self.target, [*ids, *result.token_ids], taps), ids, result.token_ids
+        )
+
+
+def read_prompts(config: EvaluateConfig) -> list[Row]:
+    """The conversations to answer.
+
+    Raises:
+        UserError: there are none.
+    """
+    sources = read_rows(check_sources("prompts", config.prompts))
+    rows = [source.row for source in sources if source.row and source.row["messages"]][: config.limit or None]
+    if not rows:
+        raise UserError(f"prompts ({', '.join(config.prompts)}) has no row with messages")
+    return rows
+
+
+@dataclass
+class Answers:
+    """What the loops said, prompt by prompt.
+
+    Attributes:
+        drafted: with the drafter.
+        plain: without it, if asked for.
+        loop: the drafted texts' rounds.
+        replayed: the rounds that the replay finds in them; for greedy texts.
+        divergences: where greedy texts with and without drafting part.
+    """
+
+    drafted: list[Generation] = field(default_factory=list)
+    plain: list[Generation] = field(default_factory=list)
+    loop: list[Rounds] = field(default_factory=list)
+    replayed: list[Rounds] = field(default_factory=list)
+    divergences: list[str] = field(default_factory=list)
+
+
+def answer_all(bench: Bench, temperature: float) -> Answers:
+    """Every prompt with the loop, its replay beside it, and the loop without drafting."""
+    answers, compare = Answers(), bench.config.compare
+    for who in (bench.drafter, None):  # kernels are loaded and memory is found before the clock counts
+        bench.answer(who, bench.prompt(bench.rows[0])[:16], temperature, 0)
+    for number, row in enumerate(tqdm(bench.rows, unit="prompt", desc=f"temperature {temperature:g}")):
+        ids, seed = bench.prompt(row), bench.config.seed + number
+        result = bench.answer(bench.drafter, ids, temperature, seed)
+        answers.drafted.append(result)
+        answers.loop.append(Rounds.of(result, len(ids)))
+        if temperature == 0:
+            answers.replayed.append(bench.replay(ids, result))
+        if compare:
+            answers.plain.append(bench.answer(None, ids, temperature, seed))
+        if compare and temperature == 0:
+            found = first_divergence(bench.target, ids, answers.plain[-1].token_ids, result.token_ids)
+            if found is not None:
+                where = describe_divergence(found, bench.config.target.dtype)
+                answers.divergences.append(f"prompt {number}: {where}")
+    return answers
+
+
+def rate(results: list[Generation]) -> float:
+    """Tokens per second of decoding, 0 if nothing was decoded."""
+    seconds = sum(result.decode_seconds for result in results)
+    return sum(sum(result.committed) for result in results) / seconds if seconds else 0.0
+
+
+def evaluate_locally(bench: Bench, temperature: float) -> dict[str, Any]:
+    """One temperature."""
+    answers = answer_all(bench, temperature)
+    drafted, plain = answers.drafted, answers.plain
+    domains = [str(row.get("domain", "all")) for row in bench.rows]
+    report: dict[str, Any] = {"temperature": temperature}
+    report |= summary(answers.loop, domains, bench.drafter.config.block_size)
+    report["target_forwards"] = sum(result.target_forwards for result in drafted)
+    report["stopped_by"] = dict(Counter(result.stopped_by for result in drafted))
+    for name in ("prefill", "draft", "verify", "decode"):
+        report[f"{name}_seconds"] = sum(getattr(result, f"{name}_seconds") for result in drafted)
+    report["tokens_per_second"] = rate(drafted)
+    if answers.replayed:
+        again = Acceptance.of(answers.replayed)
+        equal = [
+            a.committed.tolist() == b.committed.tolist() for a, b in zip(answers.loop, answers.replayed, strict=True)
+        ]
+        report["replay"] = {
+            "pooled": again.pooled, "mean": again.mean, "rounds": int(again.rounds.sum()), "equal_texts": sum(equal),
+        }  # fmt: skip
+    if plain:
+        report["plain_tokens_per_second"] = rate(plain)
+        report["speed_up"] = rate(drafted) / rate(plain) if rate(plain) else None
+    if plain and temperature == 0:
+        report |= {"texts_equal": len(plain) - len(answers.divergences), "divergences": answers.divergences}
+    return report
+
+
+def summary(texts: list[Rounds], domains: list[str], block_size: int) -> dict[str, Any]:
+    """Acceptance lengths in every cut."""
+    whole = Acceptance.of(texts)
+    by_domain = {
+        name: Acceptance.of([text for text, domain in zip(texts, domains, strict=True) if domain == name])
+        for name in sorted(set(domains))
+    }
+    return {
+        "prompts": len(texts),
+        "acceptance_pooled": whole.pooled,
+        "acceptance_mean": whole.mean,
+        "interval": list(whole.interval()),
+        "tokens": int(whole.tokens.sum()),
+        "rounds": int(whole.rounds.sum()),
+        "domains": {
+            name: {"pooled": a.pooled, "mean": a.mean, "prompts": len(a.tokens)} for name, a in by_domain.items()
+        },
+        "positions": by_position(texts, block_size),
+        "context": by_context(texts),
+    }
+
+
+def print_local(report: dict[str, Any], dtype: str) -> None:
+    """The same for people."""
+    low, high = report["interval"]
+    print(f"\ntemperature {report['temperature']:g}, {report['prompts']} prompts, {dtype}")
+    print(
+        f"  loop    {report['acceptance_pooled']:.3f} [{low:.3f}, {high:.3f}] pooled, {report['acceptance_mean']:.3f}"
+        f" mean of prompts ({report['tokens']} tokens in {report['rounds']} rounds, {report['target_forwards']} target"
+        " forwards with prefills)"
+    )
+    if "replay" in report:
+        again = report["replay"]
+        print(
+            f"  replay  {again['pooled']:.3f} pooled, {again['mean']:.3f} mean of prompts; the same rounds in"
+            f" {again['equal_texts']} of {report['prompts']} texts"
+        )
+    for name, value in report["domains"].items():
+        print(f"  domain {name}: {value['pooled']:.3f} ({value['prompts']} prompts)")
+    for row in report["context"]:
+        print(f"  from {row['from']} tokens of context: {row['pooled']:.3f} ({row['rounds']} rounds)")
+    print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
+    for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
+        print(f"  {label}" + " ".join(f"{row[name]:5.2f}" for row in report["positions"]))
+    if report.get("speed_up"):
+        print(
+            f"  speed-up {report['speed_up']:.2f}x: {report['tokens_per_second']:.1f} against"
+            f" {report['plain_tokens_per_second']:.1f} tokens/s"
+        )
+    if "texts_equal" in report:
+        print(f"  texts equal to those without drafting: {report['texts_equal']} of {report['prompts']}")
+        for line in report["divergences"][:5]:
+            print(f"    {line}")
+
+
+def evaluate_server(config: EvaluateConfig, rows: list[Row]) -> list[ServerReport]:
+    """One measurement at each concurrency."""
+    if len(config.temperatures) != 1:
+        raise UserError(f"temperatures is {config.temperatures}; with server it takes one value")
+    settings = AnswerSettings(config.max_new_tokens, config.temperatures[0], config.target.template_options)
+    conversations = [prompt_of(row["messages"]) for row in rows]
+    reports = []
+    for concurrency in config.concurrency:
+        with tqdm(total=len(rows), unit="request", desc=f"concurrency {concurrency}") as bar:
+            report = measure_server(
+                config.server, conversations, settings, concurrency=concurrency, model=config.server_model,
+                on_done=bar.update,
+            )  # fmt: skip
+        reports.append(report)
+        failed = f", {report.failed} failed ({report.first_failure})" if report.failed else ""
+        print(
+            f"{report.dialect} at concurrency {concurrency}: acceptance {report.acceptance_length:.3f},"
+            f" {report.tokens_per_second:.1f} tokens/s, {report.requests} requests{failed}\n  by {report.source}"
+        )
+        if report.position_acceptance:
+            print("  accepted " + " ".join(f"{share:5.2f}" for share in report.position_acceptance))
+    return reports
 
 
 def main(argv: list[str]) -> int:
     """Evaluate."""
     config = parse(EvaluateConfig, argv, __doc__ or "")
-    sources = [
-        source
-        for source in read_rows(check_sources("prompts", config.prompts))
-        if source.row and source.row["messages"]
-    ]
-    sources = sources[: config.limit or None]
-    if not sources:
-        raise UserError(f"prompts ({', '.join(config.prompts)}) has no row with messages")
-    drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
-    stops = stop_token_ids(target, tokenizer)
-    drafted: list[Generation] = []
-    plain: list[Generation] = []
-    domains: dict[str, list[Generation]] = defaultdict(list)
-    for source in tqdm(sources, unit="prompt"):
-        assert source.row is not None
-        ids = render(
-            tokenizer, prompt_of(source.row["messages"]), generation_prompt=True, **config.target.template_options
-        )
-        result = generate(drafter, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops)
-        drafted.append(result)
-        domains[str(source.row.get("domain", "all"))].append(result)
-        if config.compare:
-            plain.append(generate(None, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops))
-    whole = acceptance(drafted)
-    low, high = whole.interval()
-    report = {
-        "prompts": len(drafted),
-        "acceptance_pooled": whole.pooled,
-        "acceptance_mean": whole.mean,
-        "interval": [low, high],
-        "tokens": int(whole.tokens.sum()),
-        "target_forwards": int(whole.rounds.sum()),
-        "domains": {name: acceptance(results).pooled for name, results in sorted(domains.items())},
-        "tokens_per_second": float(whole.tokens.sum()) / sum(result.decode_seconds for result in drafted),
-    }
-    interval = f"[{low:.3f}, {high:.3f}]"
-    print(f"acceptance {whole.pooled:.3f} {interval} pooled, {whole.mean:.3f} per prompt, {len(drafted)} prompts")
-    for name, value in report["domains"].items():
-        print(f"  {name}: {value:.3f}")
-    if plain:
-        speed_up = sum(result.decode_seconds for result in plain) / sum(result.decode_seconds for result in drafted)
-        equal = sum(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True))
-        report |= {"speed_up": speed_up, "texts_equal": equal}
-        print(f"speed-up {speed_up:.2f}x, texts equal {equal} of {len(drafted)} ({config.target.dtype})")
-    print(json.dumps(report))
+    rows = read_prompts(config)
+    result: dict[str, Any] = {}
+    if config.server:
+        result["server"] = [
+            {"concurrency": concurrency, **asdict(report)}
+            for concurrency, report in zip(config.concurrency, evaluate_server(config, rows), strict=True)
+        ]
+    if config.drafter.path or not config.server:
+        drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
+        bench = Bench(config, drafter, target, tokenizer, rows)
+        result["local"] = []
+        for temperature in config.temperatures:
+            report = evaluate_locally(bench, temperature)
+            print_local(report, config.target.dtype)
+            result["local"].append(report)
+    print(json.dumps(result))
     return 0
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from dflash_data.chat import load_tokenizer, render
 from dflash_data.regenerate import stop_token_ids
 from dflash_data.target import find_target
-from dflash_model import Drafter, Generation, UserError, generate, load_drafter
+from dflash_model import Drafter, Generation, Sampling, UserError, generate, load_drafter
+from dflash_model.compare import Divergence, first_divergence
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
 from dflash_train.job import dtype_of
@@ -35,6 +36,11 @@ class GenerateConfig:
     target: TargetSection = field(default_factory=TargetSection)
     prompt: str = key("", "the user's turn")
     max_new_tokens: int = key(256, "longest answer")
+    temperature: float = key(0.0, "0 is greedy; above it, text is sampled with the target's own distribution")
+    top_k: int = key(0, "sample from the k most likely tokens; 0 for all")
+    top_p: float = key(1.0, "sample from the most likely tokens that reach this probability")
+    seed: int | None = key(None, "of the sampling; not set: another text each time")
+    stop: list[str] = key([], "texts that end the answer")
     compare: bool = key(True, "answer again without drafting and compare")
 
 
@@ -56,10 +62,40 @@ def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTr
 
 def describe(name: str, result: Generation) -> str:
     """One line of statistics."""
+    rounds = max(len(result.committed), 1)
+    per_round = (
+        f"{result.draft_seconds / rounds * 1e3:.1f} ms draft + {result.verify_seconds / rounds * 1e3:.1f} ms verify"
+    )
     return (
         f"{name}: {len(result.token_ids)} tokens, acceptance length {result.acceptance_length:.2f} over"
-        f" {len(result.committed)} rounds, {result.tokens_per_second:.1f} tokens/s"
+        f" {len(result.committed)} rounds ({per_round}), {result.tokens_per_second:.1f} tokens/s"
     )
+
+
+def describe_divergence(found: Divergence, dtype: str) -> str:
+    """Where two greedy texts part, and whether rounding explains it."""
+    if found.margin is None:
+        return f"texts differ from token {found.position}: one ends there ({dtype})"
+    return (
+        f"texts differ from token {found.position}, where the target's logits of the two tokens differ by"
+        f" {found.margin:.3g} (largest logit {found.largest:.3g}; {dtype}: a block and single steps round differently)"
+    )
+
+
+class TextStream:
+    """Prints text as its tokens come, never half a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def __call__(self, new: list[int]) -> None:
+        """Show what the new tokens complete."""
+        self._tokens += new
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)).rstrip("\ufffd")
+        print(text[len(self._shown) :], end="", flush=True)
+        self._shown = text
 
 
 def main(argv: list[str]) -> int:
@@ -67,39 +103,32 @@ def main(argv: list[str]) -> int:
     config = parse(GenerateConfig, argv, __doc__ or "")
     if not config.prompt:
         raise UserError('prompt is not set; give it as prompt="…"')
+    sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
     drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
-    ids = render(
-        tokenizer,
-        [{"role": "user", "content": config.prompt}],
-        generation_prompt=True,
-        **config.target.template_options,
-    )
-    stops = stop_token_ids(target, tokenizer)
-    shown: list[int] = []
+    turn = [{"role": "user", "content": config.prompt}]
+    ids = render(tokenizer, turn, generation_prompt=True, **config.target.template_options)
 
-    def stream(new: list[int]) -> None:
-        before = tokenizer.decode(shown, skip_special_tokens=True)
-        shown.extend(new)
-        print(tokenizer.decode(shown, skip_special_tokens=True)[len(before) :], end="", flush=True)
+    def answer(who: Drafter | None, stream: TextStream | None) -> Generation:
+        return generate(
+            who, target, ids, max_new_tokens=config.max_new_tokens, sampling=sampling,
+            stop_token_ids=stop_token_ids(target, tokenizer), stop_strings=config.stop, tokenizer=tokenizer,
+            on_tokens=stream,
+        )  # fmt: skip
 
-    drafted = generate(
-        drafter, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops, on_tokens=stream
-    )
+    drafted = answer(drafter, TextStream(tokenizer))
     print("\n" + describe("with drafting   ", drafted))
     if not config.compare:
         return 0
-    plain = generate(None, target, ids, max_new_tokens=config.max_new_tokens, stop_token_ids=stops)
+    plain = answer(None, None)
     print(describe("without drafting", plain))
-    print(f"speed-up {plain.decode_seconds / drafted.decode_seconds:.2f}x")
-    if plain.token_ids == drafted.token_ids:
+    print(f"speed-up {drafted.tokens_per_second / plain.tokens_per_second:.2f}x" if plain.committed else "one token")
+    if not sampling.greedy:
+        return 0  # two draws from one distribution
+    found = first_divergence(target, ids, plain.token_ids, drafted.token_ids)
+    if found is None:
         print("texts equal")
         return 0
-    at = next((i for i, (a, b) in enumerate(zip(plain.token_ids, drafted.token_ids, strict=False)) if a != b), -1)
-    print(
-        f"texts differ from token {at} ({config.target.dtype}; in bfloat16 a block and single steps can round"
-        " differently)",
-        file=sys.stderr,
-    )
+    print(describe_divergence(found, config.target.dtype), file=sys.stderr)
     return 1 if config.target.dtype == "float32" else 0
 
 

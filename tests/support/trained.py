@@ -11,7 +11,7 @@ from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
 from dflash_model import Drafter, generate
 from dflash_model.blocks import anchor_candidates, default_gamma
-from dflash_model.taps import HiddenTaps, decoder_layers, text_config
+from dflash_model.taps import context_features, text_config
 from dflash_train.step import DraftStep, Tally
 from support.tiny import tiny_config, tiny_target
 
@@ -19,17 +19,10 @@ PROMPTS = ([3, 17, 5, 90, 41], [7, 7, 30], list(range(50, 70)), [100, 2])
 TEXT = 40
 
 
-def features(target: PreTrainedModel, ids: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-    """Context features of a text, from one forward without a cache."""
-    with torch.no_grad(), HiddenTaps(decoder_layers(target), taps) as hooks:
-        target(input_ids=torch.tensor([ids]), use_cache=False)
-        return hooks.take()[0]
-
-
 def draft_step(drafter: Drafter, target: PreTrainedModel) -> DraftStep:
     """The training step's forward with the target's own ends."""
     ends = FrozenEnds(target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach())
-    return DraftStep(drafter, ends, torch.float32, chunk_rows=64)
+    return DraftStep(drafter, ends, torch.float32, chunk_rows=64, sparse=False)
 
 
 def as_pack(target: PreTrainedModel, drafter: Drafter, prompt: list[int], text: list[int]) -> HiddenPack:
@@ -39,7 +32,7 @@ def as_pack(target: PreTrainedModel, drafter: Drafter, prompt: list[int], text: 
     anchors, block_size = anchor_candidates(mask, doc), drafter.config.block_size
     blocks = make_blocks(ids, mask, doc, anchors, len(anchors), block_size, default_gamma(block_size))
     host = {"input_ids_S": torch.from_numpy(ids), "position_S": torch.arange(len(ids)), **blocks}
-    context_SE = features(target, ids.tolist(), drafter.config.target_layer_ids)
+    context_SE = context_features(target, ids.tolist(), drafter.config.target_layer_ids)
     return HiddenPack(WorkItem(0, Stream.TRAIN, 0), {**host, "context_SE": context_SE}, host, {})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dflash_model import UserError
-from dflash_train.server import Sampling, ServerReport, measure_server
+from dflash_train.server import AnswerSettings, ServerReport, measure_server
 from support.stub_server import StubServer
 
 # Rounds accept 3 0 2 | 1 | 0 0 | 4 4: 8 rounds accept 14 proposals, 9 + 3 + 3 + 11 = 26 tokens, 4 of them prefill's.
@@ -20,7 +20,7 @@ def chats(texts: list[str]) -> list[list[dict[str, Any]]]:
 
 
 def measure(server: StubServer, texts: list[str] = TEXTS, **settings: Any) -> ServerReport:
-    return measure_server(server.url, chats(texts), Sampling(max_new_tokens=16), **settings)
+    return measure_server(server.url, chats(texts), AnswerSettings(max_new_tokens=16), **settings)
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -51,7 +51,7 @@ def test_no_more_in_flight_than_asked(concurrency: int) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_what_is_sent(dialect: str) -> None:
-    sampling = Sampling(max_new_tokens=7, temperature=0.5, template_options={"enable_thinking": False})
+    sampling = AnswerSettings(max_new_tokens=7, temperature=0.5, template_options={"enable_thinking": False})
     with StubServer(dialect, models=("a", "b")) as server:
         assert measure_server(server.url + "/", chats(["1"]), sampling, model="b").model == "b"
         measure(server, ["1"], model="a")
@@ -144,7 +144,7 @@ def test_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(UserError, match=f"url is {url}; .* cannot be read there: .*refused"):
-        measure_server(url, chats(TEXTS), Sampling(max_new_tokens=16))
+        measure_server(url, chats(TEXTS), AnswerSettings(max_new_tokens=16))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_unreachable() -> None:
         ({"url": "localhost:8000"}, "url is 'localhost:8000'; it must be like http://"),
         ({"url": "http://localhost:8000/v1"}, "without /v1"),
         ({"conversations": []}, "conversations is 0; it must be at least 1"),
-        ({"sampling": Sampling(max_new_tokens=0)}, "max_new_tokens is 0"),
+        ({"sampling": AnswerSettings(max_new_tokens=0)}, "max_new_tokens is 0"),
         ({"concurrency": 0}, "concurrency is 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds is 0"),
     ],
 )
 def test_arguments_out_of_range(changes: dict[str, Any], message: str) -> None:
-    good = {"url": "http://127.0.0.1:1", "conversations": chats(TEXTS), "sampling": Sampling(max_new_tokens=16)}
+    good = {"url": "http://127.0.0.1:1", "conversations": chats(TEXTS), "sampling": AnswerSettings(max_new_tokens=16)}
     with pytest.raises(UserError, match=message):
         measure_server(**{**good, **changes})

@@ -13,9 +13,10 @@ from transformers import Qwen3Config
 from dflash_model import generate
 from dflash_model.config import FULL, SLIDING
 from dflash_model.layout import to_published
+from dflash_model.taps import context_features
 from dflash_train.acceptance import Rounds
 from dflash_train.evaluate import evaluate_text
-from support.trained import PROMPTS, TEXT, draft_step, features, overfitted
+from support.trained import PROMPTS, TEXT, draft_step, overfitted
 
 LAYOUTS = [(FULL, FULL), (SLIDING, FULL)]
 HALF = 30  # steps after which some proposals are right and some are not
@@ -40,7 +41,7 @@ def test_replay_equals_the_loop(family: str, layers: tuple[str, ...]) -> None:
     for prompt in PROMPTS:
         for limit in (TEXT, TEXT + 13, 2):
             out = generate(drafter, target, prompt, max_new_tokens=limit)
-            context = features(target, prompt + out.token_ids, drafter.config.target_layer_ids)
+            context = context_features(target, prompt + out.token_ids, drafter.config.target_layer_ids)
             loop, replayed = Rounds.of(out, len(prompt)), evaluate_text(step, context, prompt, out.token_ids)
             for name in ("context", "accepted", "committed", "last"):
                 assert getattr(loop, name).tolist() == getattr(replayed, name).tolist(), name

@@ -12,6 +12,7 @@ targets states are restored and replayed (z-lab crops, which transformers does w
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,7 +230,7 @@ class _Session:
 
     def _forward(self, ids_BS: Tensor, *, last_only: bool = False) -> Tensor:
         self.target_forwards += 1
-        arguments = {self.target_cache.argument: self.target_cache.cache, "use_cache": True}
+        arguments: dict[str, Any] = {self.target_cache.argument: self.target_cache.cache, "use_cache": True}
         if last_only:
             # An index, not the number 1: for a number, Gemma 4 drops all other positions from its last layers, whose
             # taps would then be short.

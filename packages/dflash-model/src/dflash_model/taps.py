@@ -4,6 +4,7 @@ A tap is the *output* of a decoder layer: the raw residual stream after layer ``
 That is ``hidden_states[l + 1]`` of transformers except for the last layer, where transformers stores the normed state.
 """
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -63,3 +64,11 @@ class HiddenTaps:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
+
+
+@torch.no_grad()
+def context_features(model: PreTrainedModel, ids: Sequence[int], layer_ids: tuple[int, ...]) -> Tensor:
+    """Context features ``[S, E]`` of one text, from one forward of its decoder, without cache and logits."""
+    with HiddenTaps(decoder_layers(model), layer_ids) as taps:
+        decoder_of(model)(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False)
+        return taps.take()[0]

@@ -30,12 +30,14 @@ class Checkpointer:
         group: gloo group of the drafter ranks.
         keep: newest checkpoints kept.
         identity: what a resumed run must agree on.
+        facts: what else the model card of an exported drafter tells; not compared.
     """
 
     folder: Path
     group: dist.ProcessGroup
     keep: int
     identity: dict[str, Any]
+    facts: dict[str, Any]
 
     def save(
         self, step: int, drafter: Drafter, optimizers: OptimizersContainer, schedule: LRSchedulersContainer
@@ -51,7 +53,9 @@ class Checkpointer:
         state = full_state(drafter)
         if first:
             save_drafter(state, drafter.config, work / "dflash")
-            (work / MANIFEST).write_text(json.dumps({"step": step, **self.identity}, indent=2) + "\n")
+            (work / MANIFEST).write_text(
+                json.dumps({"step": step, **self.identity, "facts": self.facts}, indent=2) + "\n"
+            )
             shutil.rmtree(final, ignore_errors=True)
             work.rename(final)
             for old in list_checkpoints(self.folder)[: -self.keep]:

@@ -47,13 +47,13 @@ class DrafterSection:
 
     init_from: str | None = key(
         None,
-        "start from this drafter's weights (folder with config.json and model.safetensors); it then decides its own"
-        " shape",
+        "start from this drafter's weights (folder with config.json and model.safetensors); its shape holds, and the"
+        " other drafter keys must agree with it or be left out",
     )
-    num_layers: int = key(5, "decoder layers")
+    num_layers: int | None = key(None, "decoder layers; default: 5")
     num_taps: int | None = key(None, "tapped target layers, spread by the published rule; default: num_layers")
     target_layer_ids: list[int] | None = key(None, "tapped target layers, 0-based outputs; overrides num_taps")
-    block_size: int = key(16, "tokens of a block, the anchor included")
+    block_size: int | None = key(None, "tokens of a block, the anchor included; default: 16")
     mask_token_id: int | None = key(None, "vocabulary id of the mask slots; default: a spare or reserved one")
     hidden_size: int | None = key(None, "must equal the target's, which is the default")
     intermediate_size: int | None = key(None, "MLP width; default: the target's")
@@ -61,7 +61,9 @@ class DrafterSection:
     num_kv_heads: int | None = key(None, "key/value heads; default: the target's")
     head_dim: int | None = key(None, "head size; default: the target's")
     rope_theta: float | None = key(None, "rotary base; default: the target's")
-    num_sliding_layers: int = key(0, "this many layers from the first are sliding (causal in the block), the rest full")
+    num_sliding_layers: int | None = key(
+        None, "this many layers from the first are sliding (causal in the block), the rest full; default: 0"
+    )
     sliding_window: int | None = key(None, "tokens a sliding layer sees back")
 
 

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 from dflash_data.dataset import PreparedData, open_prepared
-from dflash_data.ends import end_rules, resolve_mask_token_id
 from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
 from dflash_data.target import TargetModel, find_target
-from dflash_model import DrafterConfig, UserError, check_drafter, default_target_layer_ids
+from dflash_model import DrafterConfig, UserError
 from dflash_model.blocks import anchor_candidates, default_gamma
-from dflash_model.config import FULL, SLIDING
 from dflash_model.layout import to_published
-from dflash_train.config import DrafterSection, RunConfig
+from dflash_train.config import RunConfig
+from dflash_train.drafter_config import drafter_config
 from dflash_train.mesh import Split, make_split
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -206,59 +205,3 @@ def _check_packs_per_step(config: RunConfig, split: Split) -> None:
             f"trainer.packs_per_step is {packs}; {drafters} drafter ranks share the packs of a step evenly, so it"
             f" must be a multiple of {drafters} (nearest: {near})"
         )
-
-
-def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str | None) -> DrafterConfig:
-    """The drafter that a section describes for a target; what it leaves out follows the target.
-
-    Raises:
-        UserError: it does not fit the target.
-    """
-    goal = target.config
-    if section.init_from is not None:
-        drafter = check_drafter(Path(section.init_from).expanduser())
-        drafter.check_fits(goal, f"drafter.init_from ({section.init_from})", "the target")
-        return drafter
-    if section.hidden_size not in (None, goal.hidden_size):
-        raise UserError(
-            f"drafter.hidden_size is {section.hidden_size}; the target's embedding and head have width"
-            f" {goal.hidden_size}, and the drafter uses them, so it must be {goal.hidden_size}"
-        )
-    if not 0 <= section.num_sliding_layers <= section.num_layers:
-        raise UserError(
-            f"drafter.num_sliding_layers is {section.num_sliding_layers}; it takes 0 to drafter.num_layers"
-            f" ({section.num_layers})"
-        )
-    heads = section.num_heads or goal.num_attention_heads
-    rope = getattr(goal, "rope_parameters", None) or {}
-    rope = rope.get(FULL, rope)  # Gemma states one set per layer type
-    theta = section.rope_theta or rope.get("rope_theta") or getattr(goal, "rope_theta", None)
-    if theta is None:
-        raise UserError("drafter.rope_theta is not set and the target's config has none; set it")
-    intermediate = section.intermediate_size or getattr(goal, "intermediate_size", None)
-    if intermediate is None:
-        raise UserError("drafter.intermediate_size is not set and the target (mixture of experts) has none; set it")
-    num_taps = section.num_taps or section.num_layers
-    taps = tuple(section.target_layer_ids or default_target_layer_ids(goal.num_hidden_layers, num_taps))
-    tokenizer_folder = Path(tokenizer).expanduser() if tokenizer else target.folder
-    return DrafterConfig(
-        hidden_size=goal.hidden_size,
-        intermediate_size=intermediate,
-        num_layers=section.num_layers,
-        num_heads=heads,
-        num_kv_heads=section.num_kv_heads or goal.num_key_value_heads,
-        head_dim=section.head_dim or getattr(goal, "head_dim", None) or goal.hidden_size // goal.num_attention_heads,
-        vocab_size=goal.vocab_size,
-        num_target_layers=goal.num_hidden_layers,
-        target_layer_ids=taps,
-        block_size=section.block_size,
-        mask_token_id=resolve_mask_token_id(
-            section.mask_token_id, target, tokenizer_folder / "tokenizer.json" if tokenizer_folder else None
-        ),
-        layer_types=(SLIDING,) * section.num_sliding_layers
-        + (FULL,) * (section.num_layers - section.num_sliding_layers),
-        sliding_window=section.sliding_window,
-        rope_theta=float(theta),
-        max_position_embeddings=goal.max_position_embeddings,
-        **end_rules(target),
-    )

@@ -21,6 +21,7 @@ from dflash_train.acceptance import Acceptance
 
 logger = logging.getLogger("dflash")
 
+EVALUATIONS = "evaluations.jsonl"
 LAYOUT = {
     "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
     "Acceptance": {"held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]]},
@@ -173,7 +174,7 @@ class RunLog:
     ) -> None:
         self.folder, self.start_step, self.num_steps, self.epoch_steps = folder, start_step, num_steps, epoch_steps
         self.flops_per_pack, self.peak = flops_per_pack, peak
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for name in ("metrics.jsonl", EVALUATIONS):
             _cut(folder / name, start_step)
         self.board = SummaryWriter(
             str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0, flush_secs=10
@@ -184,7 +185,7 @@ class RunLog:
         self.eta_from: tuple[int, float] | None = None
 
     def _last_tau(self) -> float | None:
-        rows = read_jsonl(self.folder / "evaluations.jsonl")
+        rows = read_jsonl(self.folder / EVALUATIONS)
         return rows[-1]["pooled"] if rows else None
 
     def step(self, step: int, values: dict[str, float], pipeline: Pipeline, memory_gib: float) -> None:
@@ -230,7 +231,7 @@ class RunLog:
             "tokens": int(result.tokens.sum()),
             "rounds": int(result.rounds.sum()),
         }
-        _append(self.folder / "evaluations.jsonl", record)
+        _append(self.folder / EVALUATIONS, record)
         self.tau = result.pooled
         for tag in ("pooled", "mean", "low", "high"):
             self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)
@@ -242,7 +243,7 @@ class RunLog:
     def close(self) -> None:
         """Flush, and print what the run achieved."""
         self.board.close()
-        rows = read_jsonl(self.folder / "evaluations.jsonl")
+        rows = read_jsonl(self.folder / EVALUATIONS)
         if rows:
             first, last = rows[0], rows[-1]
             logger.info(

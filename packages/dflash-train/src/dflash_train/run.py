@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,13 +213,33 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
     began = time.perf_counter()
     checkpoint_group = meshes.checkpoint
     assert checkpoint_group is not None
-    checkpointer = Checkpointer(job.run_dir / "checkpoints", checkpoint_group, job.config.checkpoint.keep, identity)
+    checkpointer = Checkpointer(
+        job.run_dir / "checkpoints", checkpoint_group, job.config.checkpoint.keep, identity, facts_for_card(job)
+    )
     trainer = Trainer(job, meshes, course, receiver=receiver, checkpointer=checkpointer, log=log)
     if log is not None:
         logger.info(f"drafter ready in {time.perf_counter() - began:.1f} s")
     trainer.run()
     if log is not None:
         log.close()
+
+
+def facts_for_card(job: Job) -> dict[str, Any]:
+    """What an exported drafter's model card tells beside the run's identity; file names only, no machine's paths."""
+    data, named = job.open_data(), job.config.target.path
+    hub_name = named is not None and not Path(named).expanduser().exists()
+    ledger = data.ledger
+    return {
+        "target": named if hub_name else job.target.name,
+        "data": {
+            "sources": [Path(name).name for name, _ in ledger.settings.get("sources", [])] or ["synthetic"],
+            "rows": ledger.rows["train"],
+            "tokens": ledger.tokens["train"],
+            "supervised_tokens": ledger.supervised_tokens["train"],
+            "longest": int(data.train.lengths.max()),
+            "generated_by": dict(ledger.generated_by),
+        },
+    }
 
 
 def leave() -> None:

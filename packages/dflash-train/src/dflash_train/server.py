@@ -43,7 +43,7 @@ POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 
 @dataclass(frozen=True)
-class Sampling:
+class AnswerSettings:
     """How every answer is generated."""
 
     max_new_tokens: int
@@ -157,7 +157,7 @@ class Server:
 def measure_server(
     url: str,
     conversations: Sequence[list[JsonObject]],
-    sampling: Sampling,
+    sampling: AnswerSettings,
     *,
     concurrency: int = 1,
     model: str | None = None,

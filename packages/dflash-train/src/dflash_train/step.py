@@ -18,15 +18,16 @@ from dflash_train.loss import frozen_head_loss
 
 
 def draft_inputs(
-    tensors: dict[str, Tensor], ends: FrozenEnds, config: DrafterConfig, dtype: torch.dtype
+    tensors: dict[str, Tensor], ends: FrozenEnds, config: DrafterConfig, dtype: torch.dtype, *, sparse: bool
 ) -> DraftInputs:
-    """Blocks ``[anchor, MASK, …]``, their positions and masks; a BlockMask on a GPU, a dense one elsewhere.
+    """Blocks ``[anchor, MASK, …]``, their positions and masks.
 
     Args:
         tensors: fields of a pack on the device.
         ends: the target's embedding and head.
         config: the drafter.
         dtype: compute type.
+        sparse: build BlockMasks for flex_attention, which is compiled for each row length, rather than dense masks.
     """
     anchor_A = tensors["anchor_A"].long()
     first_A = tensors["first_A"].long()
@@ -34,7 +35,7 @@ def draft_inputs(
     ids_AK = torch.full((num_anchors, block_size), config.mask_token_id, device=anchor_A.device)
     ids_AK[:, 0] = tensors["input_ids_S"][anchor_A]
     position_AK = tensors["position_S"][anchor_A][:, None] + torch.arange(block_size, device=anchor_A.device)
-    build = sparse_mask if anchor_A.device.type == "cuda" else dense_mask
+    build = sparse_mask if sparse else dense_mask
     context_len = len(tensors["input_ids_S"])
     masks: dict[str, Mask] = {
         kind: build(
@@ -95,12 +96,21 @@ class Tally:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """Forward and loss of one pack."""
+    """Forward and loss of one pack.
+
+    Attributes:
+        drafter: sharded or not.
+        ends: the target's embedding and head.
+        dtype: compute type.
+        chunk_rows: slots whose logits exist at once.
+        sparse: masks for flex_attention, for GPUs and rows of one length; dense ones otherwise.
+    """
 
     drafter: Drafter
     ends: FrozenEnds
     dtype: torch.dtype
     chunk_rows: int
+    sparse: bool
 
     def loss(self, pack: HiddenPack, tally: Tally) -> tuple[Tensor, Tensor]:
         """Sum of weighted losses (to be backpropagated) and sum of weights, both on the device.
@@ -108,10 +118,10 @@ class DraftStep:
         The supervised slots are known to the host, so only their rows go through the head and nothing waits for the
         device.
         """
-        config, device = self.drafter.config, pack.tensors["anchor_A"].device
+        device = pack.tensors["anchor_A"].device
         rows_R = pack.host["weight_AK"].flatten().nonzero()[:, 0].to(device, non_blocking=True)
         weight_AK, label_AK = pack.tensors["weight_AK"], pack.tensors["label_AK"]
-        hidden_QD = self.drafter(draft_inputs(pack.tensors, self.ends, config, self.dtype))[0]
+        hidden_QD = self._forward(pack.tensors)
         label_R = label_AK.flatten()[rows_R].long()
         loss_sum, choice_R = self._head_loss(hidden_QD[rows_R], label_R, weight_AK.flatten()[rows_R])
         right_AK = torch.zeros_like(label_AK, dtype=torch.bool)
@@ -123,10 +133,13 @@ class DraftStep:
     @torch.no_grad()
     def choices(self, tensors: dict[str, Tensor], rows_R: Tensor) -> Tensor:
         """Argmax tokens of the chosen slots, no loss: for evaluation."""
-        hidden_QD = self.drafter(draft_inputs(tensors, self.ends, self.drafter.config, self.dtype))[0]
+        hidden_QD = self._forward(tensors)
         label_R = torch.zeros_like(rows_R)
         weight_R = torch.zeros(len(rows_R), device=rows_R.device)
         return self._head_loss(hidden_QD[rows_R], label_R, weight_R)[1]
+
+    def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return self.drafter(draft_inputs(tensors, self.ends, self.drafter.config, self.dtype, sparse=self.sparse))[0]
 
     def _head_loss(self, hidden_RD: Tensor, label_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
         config = self.drafter.config

@@ -105,7 +105,10 @@ class Trainer:
             self.drafter, job.config.optimizer, job.config.trainer.steps
         )
         ends = FrozenEnds.load(job.target, dtype=DTYPES[job.config.target.dtype], device=meshes.device)
-        self.draft = DraftStep(self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows)
+        self.draft = DraftStep(
+            self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows,
+            sparse=meshes.device.type == "cuda",
+        )  # fmt: skip
         self.tally = Tally(job.drafter.block_size, meshes.device)
         self.interval = Interval.empty(job.split.num_targets)
         self.grad_norm, self.lr = torch.zeros((), device=meshes.device), 0.0
