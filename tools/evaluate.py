@@ -225,7 +225,10 @@ def print_local(report: dict[str, Any], dtype: str) -> None:
         print(f"  from {row['from']} tokens of context: {row['pooled']:.3f} ({row['rounds']} rounds)")
     print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
     for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
-        print(f"  {label}" + " ".join(f"{row[name]:5.2f}" for row in report["positions"]))
+        print(
+            f"  {label}"
+            + " ".join("    -" if row[name] is None else f"{row[name]:5.2f}" for row in report["positions"])
+        )
     if report.get("speed_up"):
         print(
             f"  speed-up {report['speed_up']:.2f}x: {report['tokens_per_second']:.1f} against"

@@ -6,14 +6,17 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from conftest import Hold
 from dflash_model import DraftCache, DrafterConfig, DraftInputs
 from dflash_model.attention import Mask
 from dflash_model.blocks import first_of_document
 from dflash_model.config import FULL, SLIDING
+from dflash_model.drafter import draft_logits, embed_block
 from dflash_model.layout import to_published
 from dflash_model.mask import dense_mask
 from support.tiny import packed_row, tiny_config, tiny_drafter
 
+REFERENCE = "z-lab dflash 0.1.0"
 LAYOUTS = {"full": (FULL, FULL), "4+1": (SLIDING,) * 4 + (FULL,), "sliding": (SLIDING, SLIDING)}
 
 
@@ -39,7 +42,7 @@ def reference_model(
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_equals_the_reference_with_and_without_cache(
-    layout: str, block_size: int, dtype: torch.dtype, tolerance: float
+    layout: str, block_size: int, dtype: torch.dtype, tolerance: float, hold: Hold
 ) -> None:
     """One drafting call after 21 context tokens, whole and fed to the cache in two parts."""
     config = tiny_config(LAYOUTS[layout], block_size=block_size, sliding_window=18 if layout != "full" else None)
@@ -57,7 +60,8 @@ def test_equals_the_reference_with_and_without_cache(
     masks = masks_for(config, torch.zeros_like(edge), edge, context_len)
     whole = DraftInputs(block, context, positions[:, :context_len], positions[:, context_len:], masks)
     with torch.no_grad():
-        assert (drafter(whole) - expected).abs().max() < tolerance
+        name = f"drafter outputs, {layout}, block {block_size}, {str(dtype).removeprefix('torch.')}"
+        hold(name, REFERENCE, float((drafter(whole) - expected).abs().max()), tolerance)
         cache = DraftCache()
         early_edge = torch.tensor([[early]])
         drafter(
@@ -70,12 +74,12 @@ def test_equals_the_reference_with_and_without_cache(
         later = DraftInputs(
             block, context[:, early:], positions[:, early:context_len], positions[:, context_len:], masks
         )
-        assert (drafter(later, cache) - expected).abs().max() < tolerance
+        hold(f"{name}, cached", REFERENCE, float((drafter(later, cache) - expected).abs().max()), tolerance)
     assert cache.length == context_len
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_forward_equals_drafting(layout: str) -> None:
+def test_training_forward_equals_drafting(layout: str, hold: Hold) -> None:
     """Every block of a packed row equals a drafting call that sees only its own document's context."""
     config = tiny_config(LAYOUTS[layout])
     drafter = tiny_drafter(config)
@@ -105,7 +109,8 @@ def test_training_forward_equals_drafting(layout: str) -> None:
                 torch.arange(length, length + config.block_size)[None],
                 masks_for(config, torch.zeros_like(edge), edge, length),
             )  # fmt: skip
-            assert (drafter(alone)[0] - hidden[index]).abs().max() < 1e-5
+            difference = float((drafter(alone)[0] - hidden[index]).abs().max())
+            hold(f"packed training forward, {layout}", "drafting call at each anchor", difference, 1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,3 +140,27 @@ def test_nothing_leaks_into_a_block(layout: str) -> None:
     assert torch.equal(found[0], base[0])
     assert torch.equal(found[2], base[2])
     assert not torch.equal(found[1], base[1])
+
+
+def test_ends_equal_the_references(hold: Hold) -> None:
+    """Embedding scale, logit factor and cap: under z-lab's keys, applied as z-lab does."""
+    config = tiny_config(input_embedding_scale=7.5, output_multiplier=0.25, final_logit_softcapping=3.0)
+    drafter = tiny_drafter(config, torch.float64)
+    theirs = reference_model(config, drafter.state_dict(), torch.float64)
+    torch.manual_seed(6)
+    embedding, head = (
+        torch.nn.Embedding(131, 64, dtype=torch.float64),
+        torch.nn.Linear(64, 131, False, dtype=torch.float64),
+    )
+    target = torch.nn.Module()
+    target.get_input_embeddings = lambda: embedding  # type: ignore[assignment]
+    hidden, ids = torch.randn(3, 64, dtype=torch.float64), torch.tensor([3, 130, 130])
+    with torch.no_grad():
+        scale = float(reference._draft_value(theirs.config, "input_embedding_scale", 1.0))
+        ours = embed_block(config, ids, embedding.weight)
+        difference = float((ours - reference._raw_input_embeddings(target, ids, scale)).abs().max())
+        hold("scaled block embedding, float64", REFERENCE, difference, 1e-10)
+        logits = draft_logits(config, hidden, head.weight)
+        assert logits.abs().max() < 3.0
+        difference = float((logits - theirs.compute_logits(hidden, head)).abs().max())
+        hold("logits with factor and cap, float64", REFERENCE, difference, 1e-10)

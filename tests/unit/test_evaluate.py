@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_train.acceptance import Acceptance
+from dflash_model import Generation
+from dflash_train.acceptance import Acceptance, Rounds, by_context, by_position
 from dflash_train.evaluate import replay
 from dflash_train.step import Tally
 
@@ -53,3 +54,27 @@ def test_slot_metrics_by_hand() -> None:
     assert values["streak"] == pytest.approx((1 + 2) / 2)
     assert [values[f"acc_{slot}"] for slot in (1, 2, 3)] == [1.0, 0.5, 1.0]
     assert [values[f"acc_given_prefix_{slot}"] for slot in (1, 2, 3)] == [1.0, 0.5, 0.0]
+
+
+def test_positions_and_context_by_hand() -> None:
+    """Blocks of 4. Text one: rounds accept 2, 0, then 3 of 3 left; text two: one round, cut after 2 proposals."""
+    one = Rounds(np.array([10, 13, 14]), np.array([2, 0, 3]), np.array([3, 1, 3]), np.array([False, False, True]))
+    two = Rounds(np.array([600]), np.array([2]), np.array([2]), np.array([True]))
+    table = by_position([one, two], 4)
+    assert [row["rounds"] for row in table] == [4, 4, 3]  # the third proposal of text two lies behind its end
+    assert [row["accepted"] for row in table] == [3 / 4, 3 / 4, 1 / 3]
+    assert [row["given_previous"] for row in table] == [3 / 4, 1.0, 1 / 2]
+    assert by_context([one, two]) == [
+        {"from": 0, "rounds": 3, "pooled": 7 / 3},
+        {"from": 512, "rounds": 1, "pooled": 2.0},
+    ]
+    nothing = Rounds(*(np.zeros(0, dtype=np.int64) for _ in range(3)), np.zeros(0, dtype=bool))
+    assert by_position([nothing], 3)[0] == {"slot": 1, "rounds": 0, "accepted": None, "given_previous": None}
+
+
+def test_rounds_of_a_generation_by_hand() -> None:
+    out = Generation(token_ids=[5, 6, 7, 8, 9, 1], committed=[3, 2], accepted=[2, 2])
+    rounds = Rounds.of(out, prompt_tokens=4)
+    assert rounds.context.tolist() == [5, 8]
+    assert rounds.last.tolist() == [False, True]
+    assert Acceptance.of([rounds]).pooled == 2.5

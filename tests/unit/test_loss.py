@@ -4,12 +4,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from conftest import Hold
 from dflash_train.loss import frozen_head_loss
 
 
+@pytest.mark.parametrize(("multiplier", "softcap"), [(1.0, None), (0.4, None), (1.0, 3.0), (2.5, 4.0)])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_equals_dense(chunk_rows: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_dense(
+    chunk_rows: int, dtype: torch.dtype, tolerance: float, multiplier: float, softcap: float | None, hold: Hold
+) -> None:
     """23 rows, so that chunks of 7 leave a rest; the loss itself is always fp32."""
     torch.manual_seed(0)
     hidden, head = torch.randn(23, 16, dtype=torch.float64), torch.randn(37, 16, dtype=torch.float64)
@@ -17,18 +21,21 @@ def test_equals_dense(chunk_rows: int, dtype: torch.dtype, tolerance: float) -> 
     label, weight = torch.randint(0, 37, (23,)), torch.rand(23)
     weight[5] = 0.0
     reference = hidden.to(torch.float64, copy=True).requires_grad_()
-    logits = reference @ head.double().T
+    logits = reference @ head.double().T * multiplier
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     expected = (F.cross_entropy(logits, label, reduction="none") * weight).sum()
     expected.backward()
 
     mine = hidden.clone().requires_grad_()
-    loss, choice = frozen_head_loss(mine, head, label, weight, chunk_rows)
+    loss, choice = frozen_head_loss(mine, head, label, weight, chunk_rows, multiplier=multiplier, softcap=softcap)
     (3 * loss).backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    name = f"{str(dtype).removeprefix('torch.')}{', capped logits' if softcap else ''}"
+    hold(f"loss, {name}", "dense in float64, relative", abs(loss.item() / expected.item() - 1), tolerance)
     assert reference.grad is not None
     assert mine.grad is not None
     error = (mine.grad.double() / 3 - reference.grad).norm() / reference.grad.norm()
-    assert error < tolerance
+    hold(f"loss gradient, {name}", "dense in float64, relative", float(error), tolerance)
     assert mine.grad[5].abs().max() == 0
     if dtype is not torch.bfloat16:
         assert torch.equal(choice, logits.argmax(-1))

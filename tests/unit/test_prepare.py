@@ -126,6 +126,8 @@ def test_splits_are_disjoint_complete_and_keep_equal_conversations_together(tmp_
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == sorted(f"Answer {number % 60}." for number in range(120))
     assert ledger.rows == {"train": len(train), "heldout": len(heldout)}
+    kept = [json.loads(line) for line in (tmp_path / "out" / "heldout.jsonl").read_text().splitlines()]
+    assert [row["messages"][-1]["content"] for row in kept] == heldout
     assert 16 <= len(heldout) <= 56  # 60 conversations, each twice: 36 +- 7
     assert all(is_heldout(chat(text)["messages"], 0.3) for text in heldout)
 

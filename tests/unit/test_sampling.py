@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from conftest import Hold
 from dflash_model import DrafterConfig, Sampling, UserError, generate
 from dflash_model.config import FULL
 from dflash_model.sampling import draw, reject
 from support.tiny import tiny_drafter
 
-RIGHT, WRONG = 5.0, 12.0  # bounds on the normalised chi-square statistic: mean 0, standard deviation 1 if right
+RIGHT, WRONG = 4.0, 8.0  # bounds on the normalised chi-square statistic: mean 0, standard deviation 1 if right
 
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,11 +31,11 @@ def surprise(counts: torch.Tensor, p: torch.Tensor) -> float:
 @pytest.mark.parametrize("top_k", [0, 1, 5])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_distribution_equals_the_references(temperature: float, top_k: int, top_p: float) -> None:
+def test_distribution_equals_the_references(temperature: float, top_k: int, top_p: float, hold: Hold) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
     ours = Sampling(temperature=temperature, top_k=top_k, top_p=top_p).probabilities(logits)
     theirs = reference._sampling_probs(logits[None], temperature, top_p, top_k)[0]
-    assert (ours - theirs).abs().max() < 1e-6
+    hold("temperature, top-k, top-p", "z-lab dflash 0.1.0", float((ours - theirs).abs().max()), 1e-6)
     assert ((ours > 0).sum(-1) == (theirs > 0).sum(-1)).all()
 
 
@@ -91,7 +92,9 @@ def micro_target() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("rule", "right"), [RULES[0], RULES[2]])
-def test_sampled_text_has_the_targets_distribution(rule: Rule, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_text_has_the_targets_distribution(
+    rule: Rule, right: bool, monkeypatch: pytest.MonkeyPatch, hold: Hold
+) -> None:
     """The joint distribution of the second and third token of 800 drafted texts, against all prefixes enumerated."""
     target, prompt, sampling = micro_target(), [3, 1, 4], Sampling(temperature=1.3, top_k=7, top_p=0.97)
     config = DrafterConfig(
@@ -111,7 +114,10 @@ def test_sampled_text_has_the_targets_distribution(rule: Rule, right: bool, monk
         counts[out.token_ids[1], out.token_ids[2]] += 1
         accepted += sum(out.accepted)
     assert accepted > 100
-    assert surprise(counts, joint) < RIGHT if right else surprise(counts, joint) > WRONG, surprise(counts, joint)
+    if right:
+        hold("sampled text, 64 token pairs", "target, chi-square in sd", surprise(counts, joint), RIGHT)
+    else:
+        assert surprise(counts, joint) > WRONG
 
 
 def _seeded(sampling: Sampling, seed: int) -> Sampling:

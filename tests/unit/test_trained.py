@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from conftest import Hold
 from dflash_model import generate
 from dflash_model.config import FULL, SLIDING
 from dflash_model.layout import to_published
@@ -34,7 +35,7 @@ def test_a_drafter_that_knows_the_text_is_accepted(layers: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("layers", LAYOUTS)
-def test_replay_equals_the_loop(family: str, layers: tuple[str, ...]) -> None:
+def test_replay_equals_the_loop(family: str, layers: tuple[str, ...], hold: Hold) -> None:
     """Every round: where it began, what was accepted, what was committed, and where the text ended."""
     target, drafter, _ = overfitted(family, layers, steps=HALF)
     step, lengths = draft_step(drafter, target), set()
@@ -44,13 +45,14 @@ def test_replay_equals_the_loop(family: str, layers: tuple[str, ...]) -> None:
             context = context_features(target, prompt + out.token_ids, drafter.config.target_layer_ids)
             loop, replayed = Rounds.of(out, len(prompt)), evaluate_text(step, context, prompt, out.token_ids)
             for name in ("context", "accepted", "committed", "last"):
-                assert getattr(loop, name).tolist() == getattr(replayed, name).tolist(), name
+                different = sum(a != b for a, b in zip(getattr(loop, name), getattr(replayed, name), strict=True))
+                hold(f"rounds of the replay, {family}", "the cached drafting loop, rounds that differ", different, 0)
             lengths |= set(out.committed)
     assert len(lengths) > 4  # rejections after several lengths were met
 
 
 @pytest.mark.parametrize("layers", LAYOUTS)
-def test_rounds_equal_the_references(layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_equal_the_references(layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, hold: Hold) -> None:
     """The same tokens in the same rounds as z-lab's ``dflash_generate``.
 
     Except in the last block: z-lab shortens it to what is left of the text (dflash 0.1.0, model.py line 229), which
@@ -68,7 +70,7 @@ def test_rounds_equal_the_references(layers: tuple[str, ...], monkeypatch: pytes
         for ours, other in zip(out.committed, expected.acceptance_lengths, strict=False):
             if TEXT - done < drafter.config.block_size:
                 break
-            assert ours == other
+            hold("rounds of generate, qwen3", "z-lab's dflash_generate, rounds that differ", ours != other, 0)
             done += ours
         assert done > TEXT // 2
 

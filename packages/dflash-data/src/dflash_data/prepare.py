@@ -21,7 +21,9 @@ from dflash_data.chat import ChatEncoder, Refused
 from dflash_data.sources import SourceRow, read_rows
 from dflash_model.errors import UserError
 
-FORMAT = 3
+HELDOUT = "heldout.jsonl"  # the held-out conversations as they came, for tools/evaluate.py
+HELDOUT = "heldout.jsonl"  # the held-out conversations as they came: prompts for tools/evaluate.py
+FORMAT = 4
 FEATURES = Features(
     {
         "input_ids": Sequence(Value("int32")),
@@ -150,6 +152,7 @@ def read_ledger(folder: Path) -> Ledger | None:
 
 def _tokenize(paths: list[Path], work: Path, encoder: ChatEncoder, ledger: Ledger, heldout_ratio: float) -> Ledger:
     writer = DatasetWriter(work)
+    heldout = (work / HELDOUT).open("w", encoding="utf-8")
     progress = tqdm(unit="B", unit_scale=True, total=sum(p.stat().st_size for p in paths), desc="tokenizing")
     for source in read_rows(paths):
         ledger.rows_in += 1
@@ -167,8 +170,12 @@ def _tokenize(paths: list[Path], work: Path, encoder: ChatEncoder, ledger: Ledge
         ledger.tokens[split] += row["length"]
         ledger.max_token_id = max(ledger.max_token_id, *row["input_ids"])
         ledger.supervised_tokens[split] += row["supervised"]
-        ledger.generated_by[str((source.row or {}).get("generated_by"))] += 1
+        assert source.row is not None  # _encode refused it otherwise
+        ledger.generated_by[str(source.row.get("generated_by"))] += 1
+        if split == "heldout":
+            heldout.write(json.dumps(source.row, ensure_ascii=False) + "\n")
     progress.close()
+    heldout.close()
     ledger.fingerprint = writer.close()
     return ledger
 

@@ -29,6 +29,9 @@ from dflash_model.stopwatch import Stopwatch
 from dflash_model.taps import HiddenTaps, decoder_layers, text_config
 
 GREEDY = Sampling()
+# Blocks of tokens that a hybrid target may owe before they get a forward of their own. On a GPU they ride along with
+# the next verification, where a few more tokens cost next to nothing; on a CPU a token more is a token's time more.
+AGAIN_BLOCKS = {"cpu": 0, "cuda": 4}
 
 
 @dataclass
@@ -177,10 +180,9 @@ class _Session:
         self.context_BSE: Tensor | None = None
         self.target_forwards = 0
         self.watch = Stopwatch(target.device)
-        # Committed tokens that a hybrid target must run again. On a GPU they ride along with the next verification,
-        # where a few more tokens cost next to nothing; on a CPU a token more is a token's time more.
-        self.again: list[int] = []
-        self.again_limit = 0 if drafter is None or target.device.type == "cpu" else 4 * drafter.config.block_size
+        self.again: list[int] = []  # committed tokens that a hybrid target must run again
+        blocks = AGAIN_BLOCKS.get(target.device.type, 4)
+        self.again_limit = 0 if drafter is None else blocks * drafter.config.block_size
 
     def prefill(self, prompt_BS: Tensor) -> int:
         with self.watch.measure("prefill"):

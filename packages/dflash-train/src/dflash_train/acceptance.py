@@ -84,10 +84,11 @@ class Acceptance:
         return float(low), float(high)
 
 
-def by_position(texts: Sequence[Rounds], block_size: int) -> list[dict[str, float]]:
+def by_position(texts: Sequence[Rounds], block_size: int) -> list[dict[str, float | None]]:
     """For slot 1 to K - 1: in which share of the rounds it was accepted, and in which share given all before it.
 
-    ``accepted`` is what vLLM calls the per-position acceptance rate; ``given_previous`` shows where drafts break.
+    ``accepted`` is what vLLM calls the per-position acceptance rate; ``given_previous`` shows where drafts break. None
+    where no round got so far.
     """
     accepted = np.concatenate([text.accepted for text in texts])
     judged = np.concatenate([text.judged(block_size) for text in texts])
@@ -99,8 +100,8 @@ def by_position(texts: Sequence[Rounds], block_size: int) -> list[dict[str, floa
             {
                 "slot": slot,
                 "rounds": int(rounds.sum()),
-                "accepted": float(survived[rounds].mean()) if rounds.any() else float("nan"),
-                "given_previous": float(survived[reached].mean()) if reached.any() else float("nan"),
+                "accepted": float(survived[rounds].mean()) if rounds.any() else None,
+                "given_previous": float(survived[reached].mean()) if reached.any() else None,
             }
         )
     return table
