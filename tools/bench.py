@@ -1,4 +1,4 @@
-"""Time the training step on random weights: python tools/bench.py step preset=qwen3-8b|qwen3.6-27b key=value…
+"""Time training or drafting on random weights: python tools/bench.py step|decode preset=NAME key=value…
 
 Prints medians and spread; the last line is one JSON object. One process, FSDP2 over one rank.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bench_decode import bench_decode
 from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
@@ -156,13 +157,16 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+BENCHES = {"step": bench_step, "decode": bench_decode}
+
+
 def main(argv: list[str]) -> int:
     """Dispatch on the first word."""
     if argv[:1] in (["--help"], ["-h"], ["help"]):
         argv = ["step", "--help"]
-    if argv[:1] != ["step"]:
-        raise UserError(f"the first word is {argv[0] if argv else 'missing'}; it takes: step")
-    result = bench_step(argv[1:])
+    if not argv or argv[0] not in BENCHES:
+        raise UserError(f"the first word is {argv[0] if argv else 'missing'}; it takes {' or '.join(BENCHES)}")
+    result = BENCHES[argv[0]](argv[1:])
     print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}))
     return 0
 

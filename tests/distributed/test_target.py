@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssConfig, Lfm2Config, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
 
 from dflash_data.packs import TokenPack
 from dflash_data.schedule import Stream, WorkItem
-from dflash_data.target import ShardedTarget, find_target
+from dflash_data.target import ShardedTarget, find_target, write_random_target
+from dflash_data.weights import TargetFiles
 from dflash_model.errors import UserError
 from support.ranks import run_ranks
-from support.tiny import tiny_target
+from support.tiny import DENSE, FAMILIES, SIZES, tiny_target
 
 TAPS = (0, 2, 4)
-FAMILIES = [
-    "qwen3", "llama", "qwen2", "gemma3", "gemma4", "gemma4_dense", "gemma4_moe", "qwen3_moe", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_vl",
-]  # fmt: skip
 LENGTHS = [[5, 19, 1, 7], [30, 2], [11, 21]]  # per rank; 19, 21 and 30 exceed Gemma's window of 12
 Checkpoint = Callable[[str], Path]
 
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def token_pack(lengths: list[int], seed: int = 0) -> TokenPack:
-    """Documents of the given lengths; the last one plays the padded tail."""
+    """Documents of the given lengths; the last one plays the padded tail. Ids depend on the seed and the sum alone."""
     rng = np.random.default_rng(seed)
     doc = np.repeat([*range(len(lengths) - 1), -1], lengths).astype(np.int32)
     position = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
@@ -58,7 +58,7 @@ def plain_model(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def documents_alone(model: PreTrainedModel, pack: TokenPack) -> torch.Tensor:
+def documents_alone(model: PreTrainedModel, pack: TokenPack) -> Tensor:
     """Each document run by itself through the plain model, layer outputs from ``output_hidden_states``."""
     parts = []
     for ids in pack.input_ids_S.long().split(pack.document_lengths()):
@@ -90,3 +90,78 @@ def test_packed_and_sharded_equals_documents_alone(
         return max(float((target(pack) - alone).abs().max()) for pack, alone in pairs)
 
     assert max(run_ranks(work, ranks, tmp_path)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"), [("qwen3_5", 0), ("gemma3", 0), ("gemma3", 1)], ids=["linear", "sliding", "full"]
+)
+def test_packing_really_needs_the_split(family: str, layer: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Layers of every type do leak when the row is run as one document: the test above has power."""
+    folder = checkpoint(family)
+
+    def work(rank: int) -> tuple[float, float]:
+        target = sharded_target(folder, 1, (layer,))
+        leak = (target(token_pack([12, 20])) - target(token_pack([32]))).abs()
+        return float(leak[:12].max()), float(leak[12:].max())
+
+    first, second = run_ranks(work, 1, tmp_path)[0]
+    assert first < 2e-5
+    assert second > 1e-3  # fifty times the tolerance above
+
+
+REFUSED = {
+    "packed in one row see each other": GptOssConfig(**DENSE, num_local_experts=5, num_experts_per_tok=2),
+    "conv layers, which cannot keep packed documents apart": Lfm2Config(
+        **SIZES, intermediate_size=96, layer_types=["conv", "full_attention"] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize(("complaint", "config"), REFUSED.items(), ids=["gpt-oss", "lfm2"])
+def test_targets_that_leak_are_refused(complaint: str, config: PretrainedConfig, tmp_path: Path) -> None:
+    """The mask that gpt-oss gets from transformers ignores positions; nobody splits LFM2's convolutions."""
+    write_random_target(config, tmp_path / "target", seed=0)
+
+    def work(rank: int) -> str:
+        with pytest.raises(UserError) as error:
+            sharded_target(tmp_path / "target", 1)
+        return str(error.value)
+
+    found = run_ranks(work, 1, tmp_path)[0]
+    assert complaint in found
+    assert config.model_type in found
+
+
+@pytest.mark.parametrize("joined", ["gate_up_proj", "down_proj"])
+def test_ranks_read_their_own_experts_alone(joined: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Five experts on three ranks, stored one by one as published; the last rank's expert is missing."""
+    stored = load_file(checkpoint("qwen3_moe") / "model.safetensors")
+    experts = "model.layers.0.mlp.experts"
+    del stored[f"{experts}.4.down_proj.weight"], stored[f"{experts}.4.up_proj.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    whole = tiny_target("qwen3_moe").get_parameter(f"{experts}.{joined}").detach()
+
+    def work(rank: int) -> bool | str:
+        shard = distribute_tensor(torch.zeros_like(whole), DeviceMesh("cpu", [0, 1, 2]), [Shard(0)])
+        try:
+            TargetFiles.find(tmp_path).read_into({f"{experts}.{joined}": shard})
+        except UserError as error:
+            return str(error)
+        return torch.equal(shard.to_local(), whole[2 * rank : 2 * rank + 2])
+
+    first, second, error = run_ranks(work, 3, tmp_path)
+    assert first is True
+    assert second is True
+    missing = {"gate_up_proj": "up_proj", "down_proj": "down_proj"}[joined]
+    assert f"it has no tensor {experts}.4.{missing}.weight" in error
+
+
+def test_the_language_model_among_other_embeddings(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Per-layer inputs are not the embedding, and an MTP module's own is not the one under the shortest prefix."""
+    stored = load_file(checkpoint("gemma4") / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    spare = {f"mtp.{name}": torch.zeros(1) for name in ("embed_tokens.weight", "layers.0.mlp.weight", "lm_head.weight")}
+    save_file({**spare, **renamed, "lm_head.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    files = TargetFiles.find(tmp_path)
+    assert files.prefix == "model.language_model."
+    assert files.head_name() == "lm_head.weight"

@@ -30,21 +30,83 @@ def test_round_trip_is_exact_and_z_lab_loads_it(tmp_path: Path) -> None:
         assert torch.equal(tensor, drafter.state_dict()[name]), name
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"dflash_config": {"mask_token_id": 130, "block_size": 8}}, "has no target_layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [0, 2, 4], "block_size": 8}}, "has no mask_token_id"),
+        ({"dflash_config": {"target_layer_ids": 3, "mask_token_id": 130}}, "target_layer_ids is 3; it must be a list"),
+        ({"dflash_config": {"target_layer_ids": [0, 6], "mask_token_id": 1}}, r"target_layer_ids is \[0, 6\]; it"),
+        ({"num_target_layers": None}, "has no num_target_layers"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": 32}, "has shape"),
         ({"num_hidden_layers": 3, "layer_types": [FULL] * 3}, r"has no tensor layers\.2"),
+        ({"architectures": ["DFlash2DraftModel"]}, "only DFlashDraftModel is supported"),
+        ({"attention_bias": True}, "DFlash drafters have no biases"),
+        ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25; servers rotate"),
+        ({"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}, "mrope_section is"),
+        ({"draft_vocab_size": 64}, "draft_vocab_size is 64; a reduced vocabulary"),
+        ({"dflash_config": {"target_layer_ids": [0, 2, 4], "mask_token_id": 1, "sample_from_anchor": True}},
+         "sample_from_anchor is True"),
+        ({"layer_types": [SLIDING, FULL], "sliding_window": 12}, "use_sliding_window is False"),
+        ({"speculators_model_type": "dflash"}, "is in the speculators layout"),
     ],
-)
-def test_wrong_configs_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_configs_that_servers_would_read_otherwise_are_refused(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
     config = tiny_config()
     save_drafter(tiny_drafter(config).state_dict(), config, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list"), (None, "there is no")])
+def test_broken_configs_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    save_drafter(tiny_drafter(config).state_dict(), config, tmp_path)
+    (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
+        load_drafter(tmp_path)
+
+
+def test_tensors_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    save_drafter(tiny_drafter(config).state_dict(), config, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "fc.weight": tensors["fc.weight"].to(torch.int8)}, path)
+    with pytest.raises(UserError, match=r"fc\.weight is stored as I8; a drafter's tensors are one of BF16"):
+        load_drafter(tmp_path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(UserError, match="cannot be read"):
+        load_drafter(tmp_path)
+
+
+def test_sharded_drafters_load(tmp_path: Path) -> None:
+    """Two files and an index, as transformers writes large models."""
+    config = tiny_config()
+    save_drafter(tiny_drafter(config).state_dict(), config, tmp_path)
+    whole = load_drafter(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names, index = sorted(tensors), {}
+    for number, part in enumerate((names[:9], names[9:])):
+        save_file({name: tensors[name] for name in part}, tmp_path / f"model-{number}.safetensors")
+        index |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    again = load_drafter(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"there is no model-1\.safetensors"):
         load_drafter(tmp_path)
 
 
@@ -67,3 +129,16 @@ def test_default_taps_are_the_published_ones() -> None:
 def test_config_survives_its_own_json() -> None:
     config = tiny_config((SLIDING, FULL), is_causal=False)
     assert from_published(json.loads(json.dumps(to_published(config))), "here") == config
+
+
+def test_keys_of_capped_and_scaled_targets_are_written_where_servers_look() -> None:
+    config = tiny_config(input_embedding_scale=8.0, output_multiplier=0.5, final_logit_softcapping=30.0)
+    written = to_published(config)
+    for place in (written, written["dflash_config"]):
+        assert place["input_embedding_scale"] == 8.0
+        assert place["output_multiplier"] == 0.5
+        assert place["final_logit_softcapping"] == 30.0
+    assert written["logit_scale"] == 0.5
+    assert from_published(json.loads(json.dumps(written)), "here") == config
+    plain = to_published(tiny_config())
+    assert not {"input_embedding_scale", "output_multiplier", "final_logit_softcapping", "logit_scale"} & plain.keys()
