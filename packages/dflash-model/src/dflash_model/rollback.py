@@ -33,17 +33,12 @@ class RewindableCache:
         self.argument = "cache" if "cache" in parameters else "past_key_values"
         self._saved: dict[int, Any] = {}
 
-    @property
-    def has_states(self) -> bool:
-        """Whether some layers keep a running state, so that accepted tokens must be run again after a rejection."""
-        return any(type(layer) is not DynamicLayer for layer in self.cache.layers)
-
     def mark(self) -> None:
         """Remember the running states before a verification."""
         self._saved = {
             index: copy.deepcopy(layer)
             for index, layer in enumerate(self.cache.layers)
-            if type(layer) is not DynamicLayer
+            if type(layer) is not DynamicLayer and not _holds_nothing(layer)
         }
 
     def reject(self, num_run: int, num_kept: int) -> int:
@@ -63,6 +58,10 @@ class RewindableCache:
             if index in self._saved:
                 self.cache.layers[index] = self._saved[index]
             else:
-                assert isinstance(layer, DynamicLayer)
                 layer.crop(num_kept - again - num_run)
         return again
+
+
+def _holds_nothing(layer: Any) -> bool:  # noqa: ANN401 - transformers' class for it has no stable name
+    """Whether a layer is a placeholder: Gemma 4's last layers use the keys of earlier ones."""
+    return vars(layer).get("keys", layer) is None
