@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssConfig, Lfm2Config, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from conftest import Hold
 from dflash_data.packs import TokenPack
 from dflash_data.schedule import Stream, WorkItem
 from dflash_data.target import ShardedTarget, find_target, write_random_target
@@ -75,7 +76,7 @@ def sharded_target(folder: Path, ranks: int, taps: tuple[int, ...] = TAPS) -> Sh
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_packed_and_sharded_equals_documents_alone(
-    family: str, ranks: int, checkpoint: Checkpoint, tmp_path: Path
+    family: str, ranks: int, checkpoint: Checkpoint, tmp_path: Path, hold: Hold
 ) -> None:
     """On three ranks the shards are uneven and every rank has its own documents."""
     folder = checkpoint(family)
@@ -89,7 +90,8 @@ def test_packed_and_sharded_equals_documents_alone(
         pairs = zip(packs[rank], expected[rank], strict=True)
         return max(float((target(pack) - alone).abs().max()) for pack, alone in pairs)
 
-    assert max(run_ranks(work, ranks, tmp_path)) < 2e-5
+    worst = max(run_ranks(work, ranks, tmp_path))
+    hold(f"packed hidden states, {family}", "transformers, each document alone", worst, 2e-5)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_equals_the_reference_with_and_without_cache(
     masks = masks_for(config, torch.zeros_like(edge), edge, context_len)
     whole = DraftInputs(block, context, positions[:, :context_len], positions[:, context_len:], masks)
     with torch.no_grad():
-        name = f"drafter outputs, {layout}, block {block_size}, {str(dtype).removeprefix('torch.')}"
+        name = f"drafter outputs, {layout}, block 8 and 16, {str(dtype).removeprefix('torch.')}"
         hold(name, REFERENCE, float((drafter(whole) - expected).abs().max()), tolerance)
         cache = DraftCache()
         early_edge = torch.tensor([[early]])

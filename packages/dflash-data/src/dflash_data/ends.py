@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from dflash_data.target import TargetModel
-from dflash_data.weights import TargetFiles
+from dflash_data.weights import TargetFiles, rebuild_buffers
 from dflash_model.errors import UserError
+
+PROBE = 8  # tokens that the rules between embedding and logits are tried with
 
 
 @dataclass(frozen=True)
@@ -58,22 +62,54 @@ class FrozenEnds:
 def end_rules(target: TargetModel) -> dict[str, Any]:
     """The drafter configuration's entries for embedding scale, logit multiplier and logit cap.
 
+    They are read where transformers keeps them, and then tried: a family may use one of these names in another way
+    (Granite divides by ``logits_scaling``, HyperCLOVA X multiplies), or do something more.
+
     Raises:
-        UserError: the target embeds tokens with a module that is more than a lookup and a scale.
+        UserError: the target's own forward without its layers is something else.
     """
     config = target.config
-    embed = target.build_meta(torch.float32).get_input_embeddings()
-    scale = getattr(embed, "scalar_embed_scale", None)  # every scaled embedding of transformers has it
-    if scale is None and type(embed) is not nn.Embedding:
-        raise UserError(f"the target embeds tokens with {type(embed).__name__}; drafters for it are not supported")
-    multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
+    model = target.build_meta(torch.float32, num_layers=0)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise UserError(
+            f"the target's model_type is {config.model_type}; it embeds tokens with a {type(embed).__name__} and makes"
+            f" logits with a {type(head).__name__}; only lookups and matrices are supported"
+        )
+    scale = vars(embed).get("scalar_embed_scale", 1.0) * (getattr(config, "embedding_multiplier", None) or 1.0)
+    multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    # Logits around 10: far enough from 0 that a cap shows, far enough from a cap that a factor does.
+    logits = _logits_without_layers(model, embed, head, 10 / (scale * multiplier * config.hidden_size**0.5))
+    expected = F.linear(embed.weight * scale, head.weight) * multiplier
+    expected = expected if cap is None else torch.tanh(expected / cap) * cap
+    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3):
+        raise UserError(
+            f"the target's model_type is {config.model_type}; between its embedding and its logits it does more than"
+            " scale and cap; drafters for it are not supported"
+        )
     return {
-        "input_embedding_scale": 1.0 if scale is None else float(scale),
-        "output_multiplier": multiplier,
-        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "input_embedding_scale": float(scale),
+        "output_multiplier": float(multiplier),
+        "final_logit_softcapping": cap,
     }
+
+
+@torch.no_grad()
+def _logits_without_layers(model: PreTrainedModel, embed: nn.Embedding, head: nn.Linear, head_std: float) -> Tensor:
+    """Logits of the first few tokens, which get random embedding rows and random rows of the head."""
+    for module in model.modules():  # a real vocabulary would take gigabytes
+        if isinstance(module, nn.Embedding):
+            module.weight, module.padding_idx = nn.Parameter(module.weight[:PROBE]), None
+    for name, parameter in head.named_parameters():
+        setattr(head, name, nn.Parameter(parameter[:PROBE]))
+    model.to_empty(device="cpu")
+    rebuild_buffers(model)
+    generator = torch.Generator().manual_seed(0)
+    embed.weight.normal_(generator=generator)
+    for parameter in head.parameters():  # a bias, which FrozenEnds does not have, would show
+        parameter.normal_(std=head_std, generator=generator)
+    return model(input_ids=torch.arange(PROBE)[None], use_cache=False).logits[0]
 
 
 def resolve_mask_token_id(explicit: int | None, target: TargetModel, tokenizer_json: Path | None) -> int:

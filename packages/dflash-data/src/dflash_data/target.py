@@ -23,6 +23,9 @@ from dflash_data.weights import TargetFiles, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
 
+ATTENTION = {"full_attention", "sliding_attention"}
+DELTA_NET = "linear_attn"  # the gated delta net's name in a layer of Qwen3-Next and Qwen3.5
+
 
 @dataclass(frozen=True)
 class TargetModel:
@@ -45,15 +48,39 @@ class TargetModel:
         return self.folder
 
     def build_meta(self, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
-        """The causal language model on the meta device, cut after ``num_layers`` layers."""
+        """The causal language model on the meta device, cut after ``num_layers`` layers.
+
+        Raises:
+            UserError: hidden states cannot be read from its decoder document by document.
+        """
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         model.eval().requires_grad_(False)
+        decoder = decoder_of(model)
+        self._check_layers(decoder)
         if num_layers is not None:
-            decoder = decoder_of(model)
             decoder.layers = decoder_layers(model)[:num_layers]
             decoder.norm = nn.Identity()  # taps are read before it
         return model
+
+    def _check_layers(self, decoder: nn.Module) -> None:
+        layers = dict(decoder.named_children()).get("layers")
+        if not isinstance(layers, nn.ModuleList):
+            raise UserError(
+                f"the target's model_type is {self.config.model_type}; in transformers its {type(decoder).__name__} has"
+                " no list of layers to read hidden states from"
+            )
+        kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * len(layers)
+        recurrent = {
+            kind
+            for layer, kind in zip(layers, kinds, strict=False)
+            if kind not in ATTENTION and not (kind == "linear_attention" and DELTA_NET in dict(layer.named_children()))
+        }
+        if recurrent:
+            raise UserError(
+                f"the target's model_type is {self.config.model_type}; it has {' and '.join(sorted(recurrent))} layers,"
+                f" which cannot keep packed documents apart; {', '.join(sorted(ATTENTION))} and gated delta nets can"
+            )
 
 
 def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
@@ -71,9 +98,12 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
         return TargetModel(described, None, "inline")
     folder = _local_folder(path)
     try:
-        config = text_config(AutoConfig.from_pretrained(folder))
+        whole = AutoConfig.from_pretrained(folder)
     except ValueError as error:
         raise UserError(f"target.path is {path}; transformers cannot read its config.json: {error}") from error
+    config = text_config(whole)
+    # A multimodal wrapper ties its head by its own entry, whatever the one of its language model says.
+    config.tie_word_embeddings = bool(config.tie_word_embeddings or getattr(whole, "tie_word_embeddings", False))
     if described is not None:
         # Some keys are only read while a configuration is made (full_attention_interval); what they decide stays.
         stated, found = described.to_dict(), config.to_dict()
@@ -151,34 +181,63 @@ class ShardedTarget:
             self.device = torch.device("cuda", torch.cuda.current_device())
         model = target.build_meta(dtype, max(layer_ids) + 1)
         decoder, layers = decoder_of(model), decoder_layers(model)
+        assert isinstance(decoder, PreTrainedModel)
         if mesh.size() > 1:  # on one rank sharding would only copy weights
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(decoder, mesh=mesh, reshard_after_forward=reshard)
         files = TargetFiles.find(target.location)
-        load_module(model, decoder, files.prefix, files, self.device)
+        load_module(decoder, files.prefix, files, self.device)
         self._decoder = decoder
         self._taps = HiddenTaps(layers, layer_ids)
-        kinds = getattr(target.config, "layer_types", None) or []
-        self._per_document = [
-            _run_per_document(layer.linear_attn)
-            for layer, kind in zip(layers, kinds, strict=False)
-            if kind == "linear_attention"
-        ]
+        mixers = (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET)
+        self._per_document = [_run_per_document(mixer) for mixer in mixers]
+        self._check_documents_apart(target.config, dtype)
+
+    def __call__(self, pack: TokenPack) -> Tensor:
+        """Context features ``[S, E]`` of one pack; documents do not see each other."""
+        return self._features(pack.input_ids_S, pack.position_S, pack.document_lengths())
 
     @torch.no_grad()
-    def __call__(self, pack: TokenPack) -> Tensor:
-        """Context features ``[S, E]`` of one pack.
+    def _features(self, input_ids_S: Tensor, position_S: Tensor, lengths: list[int]) -> Tensor:
+        """Positions restart, there is no attention mask and no cache.
 
-        Documents do not see each other: positions restart, there is no attention mask and no cache (any of these two
-        would make transformers attend across documents).
+        Any of these two would make transformers attend across documents.
         """
         for mixer in self._per_document:
-            mixer.lengths = pack.document_lengths()
-        ids = pack.input_ids_S.to(self.device, torch.long)[None]
-        positions = pack.position_S.to(self.device, torch.long)[None]
+            mixer.lengths = lengths
+        ids = input_ids_S.to(self.device, torch.long)[None]
+        positions = position_S.to(self.device, torch.long)[None]
         self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._taps.take()[0]
+
+    def _check_documents_apart(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        """Change the first of two documents and see that the second one's features stay.
+
+        Some families of transformers build their mask without looking at positions (gpt-oss, OPT). A leak changes most
+        tokens by much of their norm (SmolLM2 without restarting positions: the median of the 8 by 0.98; with them all
+        by 0). What rounding does stays under half the digits of the type, but for a token that it sends to another
+        expert: hence the median.
+
+        Raises:
+            UserError: the features change, or are not one finite row for each token.
+        """
+        size = 8
+        ids_S, position_S = torch.arange(2 * size), torch.arange(size).repeat(2)
+        rows = []
+        for first in (2, 3):
+            ids_S[:size] = torch.arange(size) * first
+            rows.append(self._features(ids_S % config.vocab_size, position_S, [size, size]).float())
+        refused = f"the target's model_type is {config.model_type}; in transformers "
+        if rows[0].shape[:-1] != (2 * size,) or not torch.cat(rows).isfinite().all():
+            raise UserError(refused + "its layers do not return one finite hidden state for each token")
+        before, after = rows[0][size:], rows[1][size:]
+        change = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
+        if change > torch.finfo(dtype).eps ** 0.5:
+            raise UserError(
+                refused + "documents that are packed in one row see each other (a document's hidden states change by"
+                f" {change:.0%} with the one before it), so no drafter can be trained for it"
+            )
 
 
 def _run_per_document(mixer: Any) -> PerDocument:  # noqa: ANN401 - a module of transformers, by duck

@@ -4,13 +4,14 @@ Every rank reads only the slices that it keeps, from memory-mapped files: no hos
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
@@ -54,16 +55,17 @@ class TargetFiles:
         if not file_of:
             raise UserError(f"target.path is {folder}; there are no .safetensors files in it")
         prefixes = [name.removesuffix(ANCHOR_KEY) for name in file_of if name.endswith(ANCHOR_KEY)]
+        layers = Counter(name.partition("layers.")[0] for name in file_of)
         if not prefixes:
             raise UserError(
                 f"target.path is {folder}; no tensor ends in {ANCHOR_KEY}; the file holds"
                 f" {', '.join(sorted(file_of)[:5])} …"
             )
-        return cls(folder, file_of, min(prefixes, key=len))
+        return cls(folder, file_of, max(prefixes, key=layers.__getitem__))  # others embed for MTP or for speech
 
     def head_name(self) -> str | None:
         """The output head's tensor, or None where it is tied to the embedding and not stored."""
-        return next((name for name in self.file_of if name.endswith("lm_head.weight")), None)
+        return min((name for name in self.file_of if name.endswith("lm_head.weight")), key=len, default=None)
 
     def read_into(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors, sharded or not, by the name that the model gives them.
@@ -128,25 +130,21 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, slice]:
     return tensor.to_local(), slice(offset[0], offset[0] + shape[0])
 
 
-def rebuild_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+def rebuild_buffers(module: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint holds (rotary tables, embedding scales) after ``to_empty``.
 
-    transformers does it in the function that draws initial weights, which leaves alone what is marked as loaded. All
-    that a checkpoint holds is marked: drawing a sharded embedding (Gemma's has a scale) would be wasted on the CPU and,
-    on GPUs, wait for every rank of the job to synchronize random states, drafter ranks too.
+    transformers does it in the method that draws initial weights, which leaves alone what is marked as loaded; so
+    everything that a checkpoint holds is marked. Drawing Gemma's embedding (its scale is such a buffer) would be wasted
+    on the CPU, and sharded on GPUs it would wait for all ranks of the job, drafters too, to agree on random numbers.
     """
     for tensor in module.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    for child in module.modules():
-        if child._non_persistent_buffers_set:
-            model._init_weights(child)
+    module.initialize_weights()
 
 
-def load_module(
-    model: PreTrainedModel, module: nn.Module, prefix: str, files: TargetFiles, device: torch.device
-) -> None:
+def load_module(module: PreTrainedModel, prefix: str, files: TargetFiles, device: torch.device) -> None:
     """Allocate ``module`` (built on meta, sharded or not), rebuild its buffers and read its weights."""
     module.to_empty(device=device)
+    rebuild_buffers(module)
     with torch.no_grad():
-        rebuild_buffers(model, module)
         files.read_into({prefix + name: parameter.data for name, parameter in module.state_dict().items()})

@@ -57,7 +57,7 @@ class RewindableCache:
         for index, layer in enumerate(self.cache.layers):
             if index in self._saved:
                 self.cache.layers[index] = self._saved[index]
-            else:
+            elif isinstance(layer, DynamicLayer):
                 layer.crop(num_kept - again - num_run)
         return again
 
