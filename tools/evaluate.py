@@ -29,6 +29,7 @@ from dflash_train.step import DraftStep
 from generate import DrafterPath, describe_divergence, load_pair
 
 CHUNK_ROWS = 1024
+DISAGREEMENT = 0.1  # of loop and replay; in bf16 single texts part, whole sets differ by far less
 
 
 @dataclass
@@ -215,6 +216,8 @@ def print_local(report: dict[str, Any], dtype: str) -> None:
     )
     if "replay" in report:
         again = report["replay"]
+        if abs(again["pooled"] / report["acceptance_pooled"] - 1) > DISAGREEMENT:
+            print("  WARNING: loop and replay disagree; one of them does not use the drafter as it was trained")
         print(
             f"  replay  {again['pooled']:.3f} pooled, {again['mean']:.3f} mean of prompts; the same rounds in"
             f" {again['equal_texts']} of {report['prompts']} texts"

@@ -86,3 +86,9 @@ def test_the_targets_partial_rotary_is_not_inherited() -> None:
     config = drafter_config(DrafterSection(mask_token_id=5, target_layer_ids=[1, 2]), goal, None)
     assert config.rope_theta == 1e7
     assert to_published(config)["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e7}
+
+
+@pytest.mark.parametrize("end", [7, [5, 7]])
+def test_the_end_token_is_no_mask(end: int | list[int]) -> None:
+    with pytest.raises(UserError, match=r"drafter\.mask_token_id is 7, the target's end token"):
+        drafter_config(DrafterSection(mask_token_id=7, target_layer_ids=[1]), target(eos_token_id=end), None)

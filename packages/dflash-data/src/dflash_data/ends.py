@@ -119,10 +119,14 @@ def resolve_mask_token_id(explicit: int | None, target: TargetModel, tokenizer_j
     unused or mask. Never the padding or end token.
 
     Raises:
-        UserError: none of these exists.
+        UserError: none of these exists, or the explicit one ends the target's texts.
     """
-    vocab = target.config.vocab_size
+    vocab, ends = target.config.vocab_size, getattr(target.config, "eos_token_id", None)
     if explicit is not None:
+        if explicit in (ends if isinstance(ends, list) else [ends]):
+            raise UserError(
+                f"drafter.mask_token_id is {explicit}, the target's end token; choose one that text never uses"
+            )
         return explicit
     if tokenizer_json is not None and tokenizer_json.is_file():
         raw = json.loads(tokenizer_json.read_text())
