@@ -105,6 +105,9 @@ def build_drafter(bench: DecodeBench, target: PreTrainedModel) -> ScriptedDrafte
 def bench_decode(argv: list[str]) -> dict[str, Any]:
     """Plain decoding, then drafted decoding of the same text."""
     bench = parse(DecodeBench, argv, __doc__ or "")
+    for name, value, least in (("new_tokens", bench.new_tokens, 2), ("repeats", bench.repeats, 1)):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = build_target(bench, device)
     drafter = build_drafter(bench, target)

@@ -6,6 +6,7 @@ a drafter.path too, both numbers stand side by side. The last line is one JSON o
 """
 
 import json
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,16 +21,16 @@ from dflash_data.sources import check_sources, read_rows
 from dflash_model import Drafter, Generation, Sampling, UserError, generate
 from dflash_model.compare import first_divergence
 from dflash_model.taps import context_features
-from dflash_train.acceptance import Acceptance, Rounds, by_context, by_position
+from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
 from dflash_train.evaluate import evaluate_text
 from dflash_train.server import AnswerSettings, ServerReport, measure_server
 from dflash_train.step import DraftStep
+from evaluate_report import finite, print_local, summary
 from generate import DrafterPath, describe_divergence, load_pair
 
 CHUNK_ROWS = 1024
-DISAGREEMENT = 0.1  # of loop and replay; in bf16 single texts part, whole sets differ by far less
 
 
 @dataclass
@@ -96,16 +97,51 @@ class Bench:
 
 
 def read_prompts(config: EvaluateConfig) -> list[Row]:
-    """The conversations to answer.
+    """The conversations to answer; rows that are none are counted on stderr.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or a setting is out of range.
     """
-    sources = read_rows(check_sources("prompts", config.prompts))
-    rows = [source.row for source in sources if source.row and source.row["messages"]][: config.limit or None]
+    for name, wrong in (
+        ("limit", config.limit < 0), ("max_new_tokens", config.max_new_tokens < 1),
+        ("temperatures", not config.temperatures),
+        ("concurrency", not config.concurrency or min(config.concurrency) < 1),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(f"{name} is {getattr(config, name)}; it is out of range (--help says what it takes)")
+    for temperature in config.temperatures:
+        Sampling(temperature=temperature, top_k=config.top_k, top_p=config.top_p)
+    rows: list[Row] = []
+    unusable: list[str] = []
+    for source in read_rows(check_sources("prompts", config.prompts)):
+        problem = source.problem or prompt_problem((source.row or {}).get("messages"))
+        if problem:
+            unusable.append(f"{source.file}:{source.line}: {problem}")
+        elif source.row is not None:
+            rows.append(source.row)
+        if config.limit and len(rows) == config.limit:
+            break
+    if unusable:
+        print(f"{len(unusable)} rows are no prompts, the first: {unusable[0]}", file=sys.stderr)
     if not rows:
         raise UserError(f"prompts ({', '.join(config.prompts)}) has no row with messages")
     return rows
+
+
+def prompt_problem(messages: object) -> str | None:
+    """Why these are no prompt, if they are none."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return "messages is not a list of turns"
+    if not all(isinstance(message.get("role"), str) for message in messages):
+        return "a turn has no role"
+    prompt = prompt_of(messages) if messages else []
+    if not prompt:
+        return "nothing before the answer"
+    if not all(isinstance(message.get("content"), str) for message in prompt):
+        return "the content of a turn is not text"
+    if any("\ud800" <= character <= "\udfff" for message in prompt for character in message["content"]):
+        return "content is not valid Unicode"
+    return None
 
 
 @dataclass
@@ -183,71 +219,14 @@ def evaluate_locally(bench: Bench, temperature: float) -> dict[str, Any]:
     return report
 
 
-def summary(texts: list[Rounds], domains: list[str], block_size: int) -> dict[str, Any]:
-    """Acceptance lengths in every cut."""
-    whole = Acceptance.of(texts)
-    by_domain = {
-        name: Acceptance.of([text for text, domain in zip(texts, domains, strict=True) if domain == name])
-        for name in sorted(set(domains))
-    }
-    return {
-        "prompts": len(texts),
-        "acceptance_pooled": whole.pooled,
-        "acceptance_mean": whole.mean,
-        "interval": list(whole.interval()),
-        "tokens": int(whole.tokens.sum()),
-        "rounds": int(whole.rounds.sum()),
-        "domains": {
-            name: {"pooled": a.pooled, "mean": a.mean, "prompts": len(a.tokens)} for name, a in by_domain.items()
-        },
-        "positions": by_position(texts, block_size),
-        "context": by_context(texts),
-    }
-
-
-def print_local(report: dict[str, Any], dtype: str) -> None:
-    """The same for people."""
-    low, high = report["interval"]
-    print(f"\ntemperature {report['temperature']:g}, {report['prompts']} prompts, {dtype}")
-    print(
-        f"  loop    {report['acceptance_pooled']:.3f} [{low:.3f}, {high:.3f}] pooled, {report['acceptance_mean']:.3f}"
-        f" mean of prompts ({report['tokens']} tokens in {report['rounds']} rounds, {report['target_forwards']} target"
-        " forwards with prefills)"
-    )
-    if "replay" in report:
-        again = report["replay"]
-        if abs(again["pooled"] / report["acceptance_pooled"] - 1) > DISAGREEMENT:
-            print("  WARNING: loop and replay disagree; one of them does not use the drafter as it was trained")
-        print(
-            f"  replay  {again['pooled']:.3f} pooled, {again['mean']:.3f} mean of prompts; the same rounds in"
-            f" {again['equal_texts']} of {report['prompts']} texts"
-        )
-    for name, value in report["domains"].items():
-        print(f"  domain {name}: {value['pooled']:.3f} ({value['prompts']} prompts)")
-    for row in report["context"]:
-        print(f"  from {row['from']} tokens of context: {row['pooled']:.3f} ({row['rounds']} rounds)")
-    print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
-    for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
-        print(
-            f"  {label}"
-            + " ".join("    -" if row[name] is None else f"{row[name]:5.2f}" for row in report["positions"])
-        )
-    if report.get("speed_up"):
-        print(
-            f"  speed-up {report['speed_up']:.2f}x: {report['tokens_per_second']:.1f} against"
-            f" {report['plain_tokens_per_second']:.1f} tokens/s"
-        )
-    if "texts_equal" in report:
-        print(f"  texts equal to those without drafting: {report['texts_equal']} of {report['prompts']}")
-        for line in report["divergences"][:5]:
-            print(f"    {line}")
-
-
 def evaluate_server(config: EvaluateConfig, rows: list[Row]) -> list[ServerReport]:
     """One measurement at each concurrency."""
     if len(config.temperatures) != 1:
         raise UserError(f"temperatures is {config.temperatures}; with server it takes one value")
-    settings = AnswerSettings(config.max_new_tokens, config.temperatures[0], config.target.template_options)
+    settings = AnswerSettings(
+        config.max_new_tokens, config.temperatures[0], config.top_k, config.top_p, config.seed,
+        config.target.template_options,
+    )  # fmt: skip
     conversations = [prompt_of(row["messages"]) for row in rows]
     reports = []
     for concurrency in config.concurrency:
@@ -285,7 +264,7 @@ def main(argv: list[str]) -> int:
             report = evaluate_locally(bench, temperature)
             print_local(report, config.target.dtype)
             result["local"].append(report)
-    print(json.dumps(result))
+    print(json.dumps(finite(result), allow_nan=False))
     return 0
 
 

@@ -56,7 +56,9 @@ def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTr
     target = find_target(section.path, None)
     drafter = load_drafter(Path(drafter_path), dtype=dtype, device=device)
     drafter.config.check_fits(target.config, f"drafter.path ({drafter_path})", f"target.path ({section.path})")
-    model = AutoModelForCausalLM.from_pretrained(target.location, dtype=dtype).to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(target.location, dtype=dtype, trust_remote_code=False).to(device).eval()
+    )
     return drafter, model, load_tokenizer(section.tokenizer or target.location)
 
 
@@ -94,8 +96,9 @@ class TextStream:
         """Show what the new tokens complete."""
         self._tokens += new
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)).rstrip("\ufffd")
-        print(text[len(self._shown) :], end="", flush=True)
-        self._shown = text
+        if text.startswith(self._shown):  # not while a character's bytes are incomplete
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
 
 
 def main(argv: list[str]) -> int:

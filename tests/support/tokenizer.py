@@ -50,3 +50,11 @@ def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama 2's and Gemma's: characters that are no token become bytes, and half a run of bytes is unknown."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257, "b": 258}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=inner)

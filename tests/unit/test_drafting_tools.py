@@ -20,7 +20,7 @@ from dflash_model.config import FULL, SLIDING
 from dflash_train.card import Origin, model_card
 from support.stub_server import StubServer
 from support.tiny import DENSE, tiny_config, tiny_drafter
-from support.tokenizer import chat_tokenizer
+from support.tokenizer import byte_fallback_tokenizer, chat_tokenizer
 
 # Also what the stub server reads: proposals accepted in each of its rounds, 8 in 6 rounds.
 QUESTIONS = [("3 0 2", "facts"), ("0 1", "prose"), ("2", "prose")]
@@ -114,6 +114,14 @@ def test_text_is_streamed_in_whole_characters(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == text
 
 
+def test_text_is_streamed_once_where_half_a_character_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, text = byte_fallback_tokenizer(), "ab漢字🦙🦙b"
+    stream = generate_tool.TextStream(tokenizer)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        stream([token])
+    assert capsys.readouterr().out == text
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -142,7 +150,7 @@ def test_export_of_a_bare_drafter_is_bit_equal(world: Path, tmp_path: Path) -> N
     card = (out / "README.md").read_text()
     assert "--speculative-num-draft-tokens 8" in card
     assert '"num_speculative_tokens": 7' in card
-    assert "base_model: acme/tiny" in card
+    assert 'base_model: "acme/tiny"' in card
     assert "0, 2, 4 (0-based" in card
     assert card.count("unknown (exported from a bare drafter") == 3
 
@@ -166,6 +174,7 @@ def test_a_checkpoints_card_tells_its_run(tmp_path: Path) -> None:
     card = model_card(config, Origin.find(step), "x-dflash", None)
     assert "2.500 [2.400, 2.600] pooled, 2.250 mean of 9 prompts (replay" in card
     assert "40 of 50 steps of 3 rows of 128 tokens (15360 in all, packed), conversations up to 77 tokens" in card
+    assert "2 full, bidirectional in the block" in card
     assert "chat.jsonl: 20 conversations, 900 tokens, 500 of them supervised; responses written by: tiny (20)" in card
 
 
@@ -183,3 +192,34 @@ def test_export_refuses_in_one_sentence(world: Path, arguments: list[str], messa
     with pytest.raises(UserError, match=message):
         export.main([argument.format(root=world) for argument in arguments])
     assert not (world / "b-dflash").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["limit=-1"], "limit is -1"),
+        (["temperatures="], r"temperatures is \[\]"),
+        (["temperatures=.inf"], "temperature is inf"),
+        (["concurrency=0"], r"concurrency is \[0\]"),
+        (["max_new_tokens=0"], "max_new_tokens is 0"),
+    ],
+)
+def test_evaluate_refuses_what_measures_nothing(world: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate.main([*pair(world), f"prompts={world / 'prompts.jsonl'}", *arguments])
+
+
+def test_rows_that_are_no_prompts_are_counted(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad: list[Any] = [
+        {"messages": "hi"},
+        {"messages": [{"content": "a"}]},
+        {"messages": []},
+        {"messages": [{"role": "assistant", "content": "a"}]},
+    ]
+    good = {"messages": [{"role": "user", "content": "a"}]}
+    (tmp_path / "p.jsonl").write_text("{\n" + "".join(json.dumps(row) + "\n" for row in [*bad, good]))
+    assert evaluate.main([*pair(world), f"prompts={tmp_path / 'p.jsonl'}", "max_new_tokens=1"]) == 0
+    shown = capsys.readouterr()
+    assert "5 rows are no prompts, the first: " in shown.err
+    report = json.loads(shown.out.splitlines()[-1])["local"][0]
+    assert (report["prompts"], report["rounds"], report["acceptance_pooled"]) == (1, 0, None)  # one token: no round

@@ -3,17 +3,17 @@
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, PreTrainedModel
 
 from conftest import Hold
 from dflash_model import Drafter, UserError, generate
 from dflash_model.compare import first_divergence
 from dflash_model.config import FULL, SLIDING
-from dflash_model.decoding import AGAIN_BLOCKS
+from dflash_model.decoding import AGAIN_BLOCKS, _TextEnd
 from dflash_model.taps import text_config
 from dflash_train.evaluate import replay
-from support.tiny import FAMILIES, tiny_config, tiny_drafter, tiny_target
-from support.tokenizer import chat_tokenizer
+from support.tiny import DENSE, FAMILIES, tiny_config, tiny_drafter, tiny_target
+from support.tokenizer import byte_fallback_tokenizer, chat_tokenizer
 
 STATEFUL = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl")
 
@@ -160,3 +160,54 @@ def test_divergence_names_the_first_difference_and_its_margin() -> None:
     shorter = first_divergence(target, prompt, text, text[:4])
     assert shorter is not None
     assert (shorter.position, shorter.tokens, shorter.margin) == (4, (text[4], None), None)
+
+
+@pytest.mark.parametrize("stop", ["🦙", "字", "b漢"])
+def test_stop_strings_are_found_between_bytes(stop: str) -> None:
+    """Token by token, against decoding every prefix."""
+    tokenizer, text = byte_fallback_tokenizer(), "a漢字b漢a字🦙漢字🦙"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    expected = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+    ends = _TextEnd(set(), [stop], tokenizer)
+    assert ends.find([], ids) == (expected, "string")
+    assert ends.find(ids[:3], ids[3:]) == (expected - 3, "string")
+
+
+def test_prompts_and_stops_of_other_types() -> None:
+    target, prompt = tiny_target("qwen3"), [3, 17, 5]
+    expected = library_greedy(target, prompt, 12)
+    for ids in (torch.tensor(prompt), torch.tensor([prompt]), tuple(prompt)):
+        out = generate(None, target, ids, max_new_tokens=12, stop_token_ids=torch.tensor(expected[5:6]))
+        assert out.token_ids == expected[: expected.index(expected[5]) + 1]
+    for wrong in ([prompt], torch.zeros(2, 3, dtype=torch.long), "text"):
+        with pytest.raises(UserError, match="must be the token ids of one sequence"):
+            generate(None, target, wrong, max_new_tokens=2)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="stop_strings is 'stop'; it takes a list"):
+        generate(None, target, prompt, max_new_tokens=2, stop_strings="stop", tokenizer=chat_tokenizer())
+
+
+def test_a_target_whose_blocks_are_not_its_single_steps_is_refused() -> None:
+    """Jamba's state layers compute a block after a cache differently in transformers; plain decoding still works."""
+    torch.manual_seed(0)
+    config = JambaConfig(
+        vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False,
+        mamba_d_state=4, pad_token_id=0,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # with transformers' own small weights the state hardly matters
+        for parameter in target.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    drafter = tiny_drafter(tiny_config(num_target_layers=4, target_layer_ids=(0, 1, 2)))
+    with pytest.raises(UserError, match=r"model_type is jamba; .* logits of a block of tokens differ"):
+        generate(drafter, target, [1, 2, 3], max_new_tokens=4)
+    assert len(generate(None, target, [1, 2, 3], max_new_tokens=4).token_ids) == 4
+
+
+def test_moving_rotary_frequencies_are_refused_where_they_move() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**DENSE, max_position_embeddings=32, rope_parameters=rope)
+    target, drafter = AutoModelForCausalLM.from_config(config).eval(), tiny_drafter(tiny_config())
+    assert len(generate(drafter, target, [1, 2, 3], max_new_tokens=21).token_ids) == 21  # 3 + 21 + a block of 8: 32
+    with pytest.raises(UserError, match=r"rope_type is dynamic; its text can be drafted up to 32 positions"):
+        generate(drafter, target, [1, 2, 3], max_new_tokens=22)

@@ -45,16 +45,33 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": 32}, "has shape"),
         ({"num_hidden_layers": 3, "layer_types": [FULL] * 3}, r"has no tensor layers\.2"),
-        ({"architectures": ["DFlash2DraftModel"]}, "only DFlashDraftModel is supported"),
-        ({"attention_bias": True}, "DFlash drafters have no biases"),
+        ({"architectures": ["DFlash2DraftModel"]}, r"architectures is \['DFlash2DraftModel'\]; drafters with it"),
+        ({"attention_bias": True}, "attention_bias is True; drafters with it"),
         ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope_type is 'yarn'"),
-        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25; servers rotate"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
         ({"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}, "mrope_section is"),
         ({"draft_vocab_size": 64}, "draft_vocab_size is 64; a reduced vocabulary"),
         ({"dflash_config": {"target_layer_ids": [0, 2, 4], "mask_token_id": 1, "sample_from_anchor": True}},
          "sample_from_anchor is True"),
         ({"layer_types": [SLIDING, FULL], "sliding_window": 12}, "use_sliding_window is False"),
         ({"speculators_model_type": "dflash"}, "is in the speculators layout"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 12}, "is true without layer_types"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type is 'linear'"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, r"eagle_aux_hidden_state_layer_ids is \[1, 3\]"),
+        ({"logit_scale": 0.25}, "logit_scale is 0.25, output_multiplier None; vLLM reads"),
+        ({"is_neox_style": False}, "is_neox_style is False"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"is_causal": "false"}, "is_causal is 'false'; it must be true or false"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is nan; it must be a finite number above 0"),
+        ({"rope_parameters": [1]}, r"a section is \[1\]"),
+        ({"dflash_config": "x"}, "a section is 'x'"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"head_dim": 24.0}, "head_dim is 24.0; it must be a whole number"),
+        ({"output_multiplier": 0}, "output_multiplier is 0; it must be a finite number above 0"),
+        ({"layer_types": 3}, "layer_types is 3; it must be a list"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"num_heads is 0; it must be at least 1"),
+        ({"dflash_config": {"target_layer_ids": [0, 2, 4], "mask_token_id": 1, "swa_window_size": 9}},
+         "swa_window_size is 9"),
     ],
 )  # fmt: skip
 def test_configs_that_servers_would_read_otherwise_are_refused(
@@ -129,6 +146,50 @@ def test_default_taps_are_the_published_ones() -> None:
 def test_config_survives_its_own_json() -> None:
     config = tiny_config((SLIDING, FULL), is_causal=False)
     assert from_published(json.loads(json.dumps(to_published(config))), "here") == config
+
+
+def test_only_the_drafters_own_keys_are_taken_from_dflash_config(tmp_path: Path) -> None:
+    """As z-lab's package does: a window or a width there changes nothing."""
+    written = to_published(tiny_config())
+    written["dflash_config"] |= {"layer_types": [SLIDING] * 2, "sliding_window": 9, "hidden_size": 32, "block_size": 4}
+    config = from_published(written, "here")
+    assert (config.layer_types, config.hidden_size, config.block_size) == ((FULL, FULL), 64, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": None}, {"rope_theta": None}, {"architectures": None}, {"layer_types": None},
+        {"rope_scaling": None}, {"max_position_embeddings": None}, {"sliding_window": 4096},
+        {"final_logit_softcapping": 0}, {"logit_scale": None}, {"head_dim": None, "hidden_size": 96},
+    ],
+)  # fmt: skip
+def test_what_other_exporters_leave_out_or_write_is_read(change: dict[str, object]) -> None:
+    config = from_published({**to_published(tiny_config()), **change}, "here")
+    assert config.layer_types == (FULL, FULL)
+    assert (config.rope_theta, config.sliding_window, config.final_logit_softcapping) == (10000.0, None, None)
+
+
+def test_a_new_drafter_replaces_a_sharded_one(tmp_path: Path) -> None:
+    """An index that an earlier drafter left would otherwise decide what is loaded."""
+    config = tiny_config()
+    (tmp_path / "old.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": "old.safetensors"}}))
+    drafter = tiny_drafter(config, torch.bfloat16)
+    save_drafter(drafter.state_dict(), config, tmp_path)
+    assert torch.equal(load_drafter(tmp_path).fc.weight, drafter.fc.weight)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    config = tiny_config()
+    save_drafter(tiny_drafter(config).state_dict(), config, tmp_path / "a")
+    (tmp_path / "a" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    names = load_file(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../model.safetensors")}
+    (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="must be a file of the same folder"):
+        load_drafter(tmp_path / "a")
 
 
 def test_keys_of_capped_and_scaled_targets_are_written_where_servers_look() -> None:

@@ -51,16 +51,16 @@ def test_no_more_in_flight_than_asked(concurrency: int) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_what_is_sent(dialect: str) -> None:
-    sampling = AnswerSettings(max_new_tokens=7, temperature=0.5, template_options={"enable_thinking": False})
+    sampling = AnswerSettings(7, 0.5, top_k=20, top_p=0.9, seed=3, template_options={"enable_thinking": False})
     with StubServer(dialect, models=("a", "b")) as server:
         assert measure_server(server.url + "/", chats(["1"]), sampling, model="b").model == "b"
         measure(server, ["1"], model="a")
         first, second = server.bodies
     own = {"return_meta_info": True} if dialect == "sglang" else {}
-    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 20, "seed": 3}
     message = {"messages": [{"role": "user", "content": "1"}]}
-    assert first == {"model": "b", "max_tokens": 7, "temperature": 0.5, **options, **message, **own}
-    assert second == {"model": "a", "max_tokens": 16, "temperature": 0.0, **message, **own}
+    assert first == {"model": "b", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, **options, **message, **own}
+    assert second == {"model": "a", "max_tokens": 16, "temperature": 0.0, "top_p": 1.0, **message, **own}
 
 
 def test_sglang_counts_on_top_of_the_answer() -> None:

@@ -27,7 +27,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         UserError: there is none.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"no tokenizer at {source}: {str(error).splitlines()[0]}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)

@@ -44,8 +44,9 @@ class FrozenEnds:
         """
         files = TargetFiles.find(target.location)
         shape = (target.config.vocab_size, target.config.hidden_size)
-        head_name = files.head_name()
-        if head_name is None and not target.config.tie_word_embeddings:
+        tied = target.config.tie_word_embeddings  # then a stored head, if any, is not what transformers uses
+        head_name = None if tied else files.head_name()
+        if head_name is None and not tied:
             raise UserError(
                 f"target.path is {target.folder}; it has no lm_head.weight and its config does not tie it to the"
                 " embedding"
@@ -109,7 +110,7 @@ def _logits_without_layers(model: PreTrainedModel, embed: nn.Embedding, head: nn
     embed.weight.normal_(generator=generator)
     for parameter in head.parameters():  # a bias, which FrozenEnds does not have, would show
         parameter.normal_(std=head_std, generator=generator)
-    return model(input_ids=torch.arange(PROBE)[None], use_cache=False).logits[0]
+    return model(input_ids=torch.arange(min(PROBE, model.config.vocab_size))[None], use_cache=False).logits[0]
 
 
 def resolve_mask_token_id(explicit: int | None, target: TargetModel, tokenizer_json: Path | None) -> int:

@@ -98,8 +98,8 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
         return TargetModel(described, None, "inline")
     folder = _local_folder(path)
     try:
-        whole = AutoConfig.from_pretrained(folder)
-    except ValueError as error:
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:  # a broken file, or an architecture that only foreign code knows
         raise UserError(f"target.path is {path}; transformers cannot read its config.json: {error}") from error
     config = text_config(whole)
     # A multimodal wrapper ties its head by its own entry, whatever the one of its language model says.
@@ -214,24 +214,26 @@ class ShardedTarget:
     def _check_documents_apart(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
         """Change the first of two documents and see that the second one's features stay.
 
-        Some families of transformers build their mask without looking at positions (gpt-oss, OPT). A leak changes most
-        tokens by much of their norm (SmolLM2 without restarting positions: the median of the 8 by 0.98; with them all
-        by 0). What rounding does stays under half the digits of the type, but for a token that it sends to another
-        expert: hence the median.
+        Some families of transformers build their mask without looking at positions (gpt-oss, OPT). Where a leak
+        reaches least far, it reaches a document's first token, and changes it by much of its norm. What rounding does
+        stays under half the digits of the type, but for a token that it sends to another expert: hence four pairs of
+        documents and the median over their second ones' first tokens.
 
         Raises:
             UserError: the features change, or are not one finite row for each token.
         """
-        size = 8
-        ids_S, position_S = torch.arange(2 * size), torch.arange(size).repeat(2)
+        size, pairs = 4, 4
+        count = 2 * pairs * size
+        ids_S, position_S = torch.arange(count), torch.arange(size).repeat(2 * pairs)
+        former_S = torch.arange(count) // size % 2 == 0
         rows = []
-        for first in (2, 3):
-            ids_S[:size] = torch.arange(size) * first
-            rows.append(self._features(ids_S % config.vocab_size, position_S, [size, size]).float())
+        for factor in (2, 3):
+            changed_S = torch.where(former_S, ids_S * factor, ids_S) % config.vocab_size
+            rows.append(self._features(changed_S, position_S, [size] * (2 * pairs)).float())
         refused = f"the target's model_type is {config.model_type}; in transformers "
-        if rows[0].shape[:-1] != (2 * size,) or not torch.cat(rows).isfinite().all():
+        if rows[0].shape[:-1] != (count,) or not torch.cat(rows).isfinite().all():
             raise UserError(refused + "its layers do not return one finite hidden state for each token")
-        before, after = rows[0][size:], rows[1][size:]
+        before, after = (row[size :: 2 * size] for row in rows)
         change = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
         if change > torch.finfo(dtype).eps ** 0.5:
             raise UserError(

@@ -8,17 +8,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from dflash_model.errors import UserError
+from dflash_model.hub import FLOATS
 
-FLOATS = {"BF16", "F16", "F32", "F64"}
 ANCHOR_KEY = "embed_tokens.weight"
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -44,16 +45,14 @@ class TargetFiles:
         Raises:
             UserError: no safetensors, or no language model in them.
         """
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        if single.is_file():  # before an index, and before any other file that lies there, as in transformers
+            with _opened(single) as file:
+                file_of = dict.fromkeys(file.keys(), single)
+        elif index.is_file():
+            file_of = _indexed(folder, index)
         else:
-            file_of = {}
-            for path in sorted(folder.glob("*.safetensors")):
-                with safe_open(path, framework="pt") as file:
-                    file_of.update(dict.fromkeys(file.keys(), path))
-        if not file_of:
-            raise UserError(f"target.path is {folder}; there are no .safetensors files in it")
+            raise UserError(f"target.path is {folder}; it has neither model.safetensors nor an index of such files")
         prefixes = [name.removesuffix(ANCHOR_KEY) for name in file_of if name.endswith(ANCHOR_KEY)]
         layers = Counter(name.partition("layers.")[0] for name in file_of)
         if not prefixes:
@@ -64,7 +63,7 @@ class TargetFiles:
         return cls(folder, file_of, max(prefixes, key=layers.__getitem__))  # others embed for MTP or for speech
 
     def head_name(self) -> str | None:
-        """The output head's tensor, or None where it is tied to the embedding and not stored."""
+        """The output head's tensor, or None where it is not stored; other heads (of MTP) have longer names."""
         return min((name for name in self.file_of if name.endswith("lm_head.weight")), key=len, default=None)
 
     def read_into(self, tensors: dict[str, Tensor]) -> None:
@@ -78,7 +77,7 @@ class TargetFiles:
         for name in stored:
             names_in.setdefault(self._file(name), []).append(name)
         for path, names in sorted(names_in.items()):
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 for name in names:
                     _copy_slice(file.get_slice(name), name, stored[name])
 
@@ -107,11 +106,29 @@ class TargetFiles:
         return self.file_of[name]
 
 
+def _opened(path: Path) -> Any:  # noqa: ANN401 - safetensors' handle, a context manager
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"target.path: {path} cannot be read: {error}") from error
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"target.path: {index} is no index of safetensors files: {error!r}") from error
+    for file in set(weight_map.values()):
+        if Path(file).name != file or not (folder / file).is_file():
+            raise UserError(f"target.path: {index} names {file}; there is no such file in the folder")
+    return {name: folder / file for name, file in weight_map.items()}
+
+
 def _copy_slice(stored, name: str, tensor: Tensor) -> None:  # noqa: ANN001 - safetensors' slice type is not public
     if stored.get_dtype() not in FLOATS:
         raise UserError(
             f"the target's {name} is stored as {stored.get_dtype()}; quantized targets are not supported, only"
-            f" {sorted(FLOATS)}"
+            f" {', '.join(FLOATS)}"
         )
     if list(tensor.shape) != stored.get_shape():
         raise UserError(

@@ -10,12 +10,13 @@ the last block of a text is drafted whole (z-lab shortens it, which changes bidi
 targets states are restored and replayed (z-lab crops, which transformers does wrongly for recurrent states).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_model.attention import Mask
@@ -23,7 +24,7 @@ from dflash_model.cache import DraftCache
 from dflash_model.drafter import Drafter, DraftInputs, draft_logits, embed_block
 from dflash_model.errors import UserError
 from dflash_model.mask import dense_mask
-from dflash_model.rollback import RewindableCache
+from dflash_model.rollback import RewindableCache, check_target
 from dflash_model.sampling import Sampling, draw, reject
 from dflash_model.stopwatch import Stopwatch
 from dflash_model.taps import HiddenTaps, decoder_layers, text_config
@@ -76,11 +77,11 @@ class Generation:
 def generate(
     drafter: Drafter | None,
     target: PreTrainedModel,
-    input_ids: Sequence[int],
+    input_ids: Sequence[int] | Tensor,
     *,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
-    stop_token_ids: Sequence[int] = (),
+    stop_token_ids: Iterable[int] = (),
     stop_strings: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
@@ -92,8 +93,9 @@ def generate(
 
     Args:
         drafter: on the target's device; None decodes one token a forward with the same loop.
-        target: a causal language model of transformers, also inside a multimodal wrapper.
-        input_ids: the prompt's tokens, at least one.
+        target: a causal language model of transformers, also inside a multimodal wrapper. Its forward is hooked while a
+            call runs, so two threads cannot share one.
+        input_ids: the prompt's tokens, at least one: a list, or a tensor of one sequence.
         max_new_tokens: limit on new tokens.
         sampling: greedy unless it has a temperature.
         stop_token_ids: tokens that end the text; the one met is kept.
@@ -102,18 +104,19 @@ def generate(
         on_tokens: called with each group of new tokens as they are committed.
 
     Raises:
-        UserError: the drafter was made for another target, or an argument is out of range.
+        UserError: the drafter was made for another target, the target's blocks do not equal its single steps, or an
+            argument is out of range.
     """
-    if not input_ids or max_new_tokens < 1:
-        raise UserError(
-            f"got {len(input_ids)} prompt tokens and max_new_tokens {max_new_tokens}; both must be 1 or more"
-        )
+    prompt = _as_tokens(input_ids)
+    if not prompt or max_new_tokens < 1:
+        raise UserError(f"got {len(prompt)} prompt tokens and max_new_tokens {max_new_tokens}; both must be 1 or more")
     if drafter is not None:
         drafter.config.check_fits(text_config(target.config), "the drafter", "the target")
-    ends = _TextEnd(set(stop_token_ids), list(stop_strings), tokenizer)
+        check_target(target, len(prompt) + max_new_tokens + drafter.config.block_size)
+    ends = _TextEnd({int(token) for token in stop_token_ids}, stop_strings, tokenizer)
     session = _Session(drafter, target, sampling)
     result = Generation()
-    new = [session.prefill(torch.tensor([list(input_ids)], device=target.device))]
+    new = [session.prefill(torch.tensor([prompt], device=target.device))]
     result.prefill_seconds = session.watch.seconds("prefill")
     while True:
         accepted = len(new) - 1
@@ -136,17 +139,31 @@ def generate(
     return result
 
 
+def _as_tokens(input_ids: Sequence[int] | Tensor) -> list[int]:
+    """One sequence of tokens.
+
+    Raises:
+        UserError: it is something else, such as a batch or text.
+    """
+    found = input_ids.squeeze(0).tolist() if isinstance(input_ids, Tensor) else list(input_ids)
+    if not isinstance(found, list) or not all(isinstance(token, int) for token in found):
+        raise UserError(f"input_ids is a {type(input_ids).__name__}; it must be the token ids of one sequence")
+    return found
+
+
 @dataclass(frozen=True)
 class _TextEnd:
     """Where a text stops."""
 
     token_ids: set[int]
-    strings: list[str]
+    strings: Sequence[str]
     tokenizer: PreTrainedTokenizerBase | None
 
     def __post_init__(self) -> None:
-        if self.strings and (self.tokenizer is None or not all(self.strings)):
-            raise UserError(f"stop_strings is {self.strings}; it takes texts that are not empty, and needs tokenizer")
+        if isinstance(self.strings, str) or (self.strings and (self.tokenizer is None or not all(self.strings))):
+            raise UserError(
+                f"stop_strings is {self.strings!r}; it takes a list of texts that are not empty, and needs tokenizer"
+            )
 
     def find(self, before: list[int], new: list[int]) -> tuple[int, str | None]:
         """How many of the new tokens belong to the text, and what stopped it."""
@@ -159,11 +176,12 @@ class _TextEnd:
 
     def _completes(self, tokens: list[int]) -> bool:
         # A token is at least one byte of text, so a string cannot reach further back; four more, because tokenizers
-        # may drop a leading space.
+        # may drop a leading space. A window that begins inside a character can spoil all of it (byte-fallback
+        # tokenizers then decode the whole run of bytes as unknown): one of four neighbours does not.
         window = max(len(string.encode()) for string in self.strings) + 4
         assert self.tokenizer is not None
-        text = str(self.tokenizer.decode(tokens[-window:]))
-        return any(string in text for string in self.strings)
+        texts = [str(self.tokenizer.decode(tokens[-window - shift :])) for shift in range(4)]
+        return any(string in text for string in self.strings for text in texts)
 
 
 class _Session:
@@ -173,8 +191,11 @@ class _Session:
         self.drafter, self.target, self.sampling = drafter, target, sampling
         self.generator = sampling.generator(target.device)
         embed, head = target.get_input_embeddings(), target.get_output_embeddings()
-        assert isinstance(embed, nn.Embedding)
-        assert isinstance(head, nn.Linear)
+        if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
+            raise UserError(
+                f"the target is a {type(target).__name__} with {type(embed).__name__} and {type(head).__name__} at its"
+                " ends; it must be a causal language model with an embedding and a linear head"
+            )
         self.embedding_VD, self.head_VD = embed.weight, head.weight
         self.target_cache = RewindableCache(target)
         self.draft_cache = DraftCache()
@@ -234,6 +255,7 @@ class _Session:
     def _forward(self, ids_BS: Tensor, *, last_only: bool = False) -> Tensor:
         self.target_forwards += 1
         arguments: dict[str, Any] = {self.target_cache.argument: self.target_cache.cache, "use_cache": True}
+        arguments["return_dict"] = True
         if last_only:
             # An index, not the number 1: for a number, Gemma 4 drops all other positions from its last layers, whose
             # taps would then be short.
@@ -272,8 +294,8 @@ class _Session:
             ),
             self.draft_cache,
         )
-        logits_KV = draft_logits(config, hidden_BKD[0, 1:], self.head_VD)
+        hidden_KD = hidden_BKD[0, 1:]
         if self.sampling.greedy:
-            return logits_KV.argmax(-1), None
-        q = self.sampling.probabilities(logits_KV)
+            return F.linear(hidden_KD.to(self.head_VD.dtype), self.head_VD).argmax(-1), None
+        q = self.sampling.probabilities(draft_logits(config, hidden_KD, self.head_VD))
         return draw(q, self.generator), q

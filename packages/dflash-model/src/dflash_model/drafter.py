@@ -156,7 +156,10 @@ def embed_block(config: DrafterConfig, ids: Tensor, embedding_VD: Tensor) -> Ten
 
 
 def draft_logits(config: DrafterConfig, hidden: Tensor, head_VD: Tensor) -> Tensor:
-    """Logits ``[..., V]`` of drafter outputs through the target's frozen head, in the head's type."""
+    """Logits ``[..., V]`` of drafter outputs through the target's frozen head, in the head's type.
+
+    Factor and cap keep the order, but in bf16 a cap makes neighbours equal: take the largest from the head itself.
+    """
     logits = F.linear(hidden.to(head_VD.dtype), head_VD)
     if config.output_multiplier != 1.0:
         logits = logits * config.output_multiplier

@@ -60,8 +60,12 @@ def save_drafter(state: dict[str, Tensor], config: DrafterConfig, folder: Path) 
     """
     _check({name: tensor.shape for name, tensor in state.items()}, config, "the drafter's state")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
+    tensors = {  # cloned: two names may share memory, which safetensors refuses
+        name: tensor.detach().to("cpu", torch.bfloat16).clone(memory_format=torch.contiguous_format)
+        for name, tensor in state.items()
+    }
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier drafter there
     (folder / CONFIG_NAME).write_text(json.dumps(to_published(config), indent=2) + "\n")
 
 
@@ -98,10 +102,10 @@ def check_drafter(folder: Path) -> DrafterConfig:
     """
     config = read_config(folder)
     shapes: dict[str, torch.Size] = {}
-    for path in _weight_files(folder):
+    for path, names in _weight_files(folder).items():
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
+                for name in names or file.keys():
                     stored = file.get_slice(name)
                     if stored.get_dtype() not in FLOATS:
                         raise UserError(
@@ -115,27 +119,35 @@ def check_drafter(folder: Path) -> DrafterConfig:
     return config
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """One file, or the files that an index names."""
-    index = folder / INDEX_NAME
-    if index.is_file():
+def _weight_files(folder: Path) -> dict[Path, list[str]]:
+    """One file and no names, or the files that an index names and what to take from each.
+
+    ``model.safetensors`` goes before an index, as in transformers.
+    """
+    single, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
+    files: dict[Path, list[str]] = {single: []}
+    if not single.is_file() and index.is_file():
         weight_map = _read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index} has no weight_map")
-        files = sorted({folder / str(name) for name in weight_map.values()})
-    else:
-        files = [folder / WEIGHTS_NAME]
+        files = {}
+        for name, file in weight_map.items():
+            if Path(str(file)).name != file:
+                raise UserError(f"{index} names {file}; it must be a file of the same folder")
+            files.setdefault(folder / file, []).append(name)
     for path in files:
         if not path.is_file():
             raise UserError(f"no drafter at {folder}: there is no {path.name}")
+    if (folder / "mask_embedding.pt").exists():
+        raise UserError(f"{folder} has a mask_embedding.pt, which vLLM uses and no other reader; it is not supported")
     return files
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each tensor of a drafter that ``check_drafter`` has passed, one at a time."""
-    for path in _weight_files(folder):
+    for path, names in _weight_files(folder).items():
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            for name in names or file.keys():
                 yield name, file.get_tensor(name)
 
 

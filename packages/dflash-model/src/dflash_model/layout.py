@@ -7,15 +7,36 @@ a drafter that trains or drafts here must do the same there.
 Source: z-lab dflash 0.1.0 ``model.py``; SGLang ``srt/speculative/dflash_utils.py``; vLLM ``models/qwen3_dflash.py``.
 """
 
+import math
 from typing import Any
 
 from dflash_model.config import FULL, SLIDING, DrafterConfig
 from dflash_model.errors import UserError
 
-INTEGERS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "vocab_size", "num_target_layers", "mask_token_id", "block_size",
-)  # fmt: skip
+QWEN3_POSITIONS = 32768  # transformers' default for max_position_embeddings
+WHOLE, NUMBER, FLAG, TEXT, LISTS = "a whole number", "a finite number above 0", "true or false", "a text", "a list"
+KINDS = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "vocab_size", "num_target_layers", "block_size", "mask_token_id",
+                     "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings"), WHOLE),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier", "logit_scale",
+                     "final_logit_softcapping"), NUMBER),
+    **dict.fromkeys(("is_causal", "use_sliding_window"), FLAG),
+    "hidden_act": TEXT,
+    **dict.fromkeys(("layer_types", "target_layer_ids"), LISTS),
+}  # fmt: skip
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+          "vocab_size", "num_target_layers", "target_layer_ids", "mask_token_id", "block_size")  # fmt: skip
+# What z-lab's package looks up in dflash_config first, then at the top level; everything else only at the top level.
+DRAFT_KEYS = ("target_layer_ids", "mask_token_id", "block_size", "input_embedding_scale", "output_multiplier",
+              "final_logit_softcapping")  # fmt: skip
+# Settings that some reader applies and this package does not, with the only value that changes nothing.
+NEUTRAL: dict[str, object] = {
+    "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "mrope_section": None,
+    "sample_from_anchor": False, "causal": None, "use_swa": None, "swa_window_size": None, "is_neox_style": True,
+    "attention_sink_bias": False, "eagle_aux_hidden_state_layer_ids": None, "hidden_act": "silu",
+    "model_type": "qwen3", "architectures": ["DFlashDraftModel"],
+}  # fmt: skip
 
 
 def to_published(config: DrafterConfig) -> dict[str, Any]:
@@ -78,89 +99,103 @@ def from_published(raw: dict[str, Any], origin: str) -> DrafterConfig:
         origin: what to call it in errors.
 
     Raises:
-        UserError: a key that must not be guessed (taps, mask id, sizes) is missing or no number, or a value describes
-            a drafter that the servers could not run or would run differently.
+        UserError: a key that must not be guessed (taps, mask id, sizes) is missing, a value is of the wrong kind, or it
+            describes a drafter that the servers could not run or would run differently.
     """
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         raise UserError(
             f"{origin} is in the speculators layout; only z-lab's is read (its tap ids are one smaller, its layer"
             " settings stand at the top level)"
         )
-    merged = {**raw, **(raw.get("dflash_config") or {})}
-    _check_keys(merged, origin)
-    _check_same_everywhere(merged, origin)
-    rope = merged.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", merged.get("rope_theta"))
-    if theta is None:
-        raise UserError(f"{origin} has no rope_theta (neither top-level nor in rope_parameters)")
+    inner = _section(raw.get("dflash_config"), origin)
+    rope = {**_section(raw.get("rope_parameters"), origin), **_section(raw.get("rope_scaling"), origin)}
+    merged = {**raw, **{key: inner[key] for key in DRAFT_KEYS if key in inner}}
+    merged["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta"))
+    if merged.get("final_logit_softcapping") == 0:
+        merged["final_logit_softcapping"] = None  # z-lab takes 0 as none
+    _check_kinds(merged, origin)
+    _check_same_everywhere({**raw, **inner, **rope}, merged, origin)
+    layers = merged["num_hidden_layers"]
     try:
         return DrafterConfig(
             hidden_size=merged["hidden_size"],
             intermediate_size=merged["intermediate_size"],
-            num_layers=merged["num_hidden_layers"],
+            num_layers=layers,
             num_heads=merged["num_attention_heads"],
             num_kv_heads=merged["num_key_value_heads"],
-            head_dim=merged.get("head_dim") or merged["hidden_size"] // merged["num_attention_heads"],
+            head_dim=merged.get("head_dim") or merged["hidden_size"] // max(merged["num_attention_heads"], 1),
             vocab_size=merged["vocab_size"],
             num_target_layers=merged["num_target_layers"],
             target_layer_ids=tuple(merged["target_layer_ids"]),
             block_size=merged["block_size"],
             mask_token_id=merged["mask_token_id"],
-            layer_types=tuple(merged.get("layer_types") or (FULL,) * merged["num_hidden_layers"]),
-            sliding_window=merged.get("sliding_window"),
+            layer_types=tuple(merged.get("layer_types") or (FULL,) * layers),
+            sliding_window=merged.get("sliding_window") if SLIDING in (merged.get("layer_types") or ()) else None,
             is_causal=merged.get("is_causal"),
-            rope_theta=float(theta),
-            rms_norm_eps=merged.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=merged.get("max_position_embeddings", 32768),
-            input_embedding_scale=float(merged.get("input_embedding_scale", 1.0)),
-            output_multiplier=float(merged.get("output_multiplier", 1.0)),
-            final_logit_softcapping=merged.get("final_logit_softcapping") or None,  # z-lab takes 0 as none
+            rope_theta=float(merged["rope_theta"]),
+            rms_norm_eps=float(merged.get("rms_norm_eps") or 1e-6),
+            max_position_embeddings=merged.get("max_position_embeddings") or QWEN3_POSITIONS,
+            input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
+            output_multiplier=float(merged.get("output_multiplier") or 1.0),
+            final_logit_softcapping=merged.get("final_logit_softcapping"),
         )
     except UserError as error:  # the same rules as for drafter.* settings, under the file's name
         raise UserError(f"{origin}: {error}") from error
 
 
-def _check_keys(merged: dict[str, Any], origin: str) -> None:
-    missing = [key for key in (*INTEGERS, "target_layer_ids") if merged.get(key) is None]
+def _section(value: object, origin: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{origin}: a section is {value!r}; it must be an object")
+    return value or {}
+
+
+def _check_kinds(merged: dict[str, Any], origin: str) -> None:
+    """Presence and type of what is read; null counts as absent."""
+    missing = [key for key in NEEDED if merged.get(key) is None]
     if missing:
         raise UserError(f"{origin} has no {', '.join(missing)}; a DFlash drafter's config must state it")
-    for key in INTEGERS:
-        if type(merged[key]) is not int:
-            raise UserError(f"{origin}: {key} is {merged[key]!r}; it must be a whole number")
-    taps = merged["target_layer_ids"]
-    if not isinstance(taps, list) or not all(type(i) is int for i in taps):
-        raise UserError(f"{origin}: target_layer_ids is {taps!r}; it must be a list of layer numbers")
+    if merged["rope_theta"] is None:
+        raise UserError(f"{origin} has no rope_theta (neither top-level nor in rope_parameters)")
+    for key, kind in KINDS.items():
+        value = merged.get(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        right = {
+            WHOLE: type(value) is int,
+            NUMBER: number and math.isfinite(value) and value > 0,  # type: ignore[arg-type, operator]
+            FLAG: isinstance(value, bool),
+            TEXT: isinstance(value, str),
+            LISTS: isinstance(value, list) and all(isinstance(item, (str, int)) for item in value),
+        }
+        if value is not None and not right[kind]:
+            raise UserError(f"{origin}: {key} is {value!r}; it must be {kind}")
+    if not all(type(layer) is int for layer in merged["target_layer_ids"]):
+        raise UserError(f"{origin}: target_layer_ids is {merged['target_layer_ids']}; it takes layer numbers")
 
 
-def _check_same_everywhere(merged: dict[str, Any], origin: str) -> None:
-    """Refuse settings under which this package and the servers would run different drafters."""
-    rope = {**(merged.get("rope_scaling") or {}), **(merged.get("rope_parameters") or {})}
-    sliding = SLIDING in (merged.get("layer_types") or ())
-    rules: list[tuple[str, object, bool, str]] = [
-        ("architectures", merged.get("architectures"),
-         merged.get("architectures") in (None, ["DFlashDraftModel"]), "only DFlashDraftModel is supported"),
-        ("hidden_act", merged.get("hidden_act"),
-         merged.get("hidden_act", "silu") == "silu", "DFlash drafters use 'silu'"),
-        ("attention_bias", merged.get("attention_bias"),
-         not merged.get("attention_bias"), "DFlash drafters have no biases"),
-        ("rope_type", rope.get("rope_type", rope.get("type")),
-         rope.get("rope_type", rope.get("type", "default")) == "default", "the drafter's rotary embedding is the"
-         " plain one ('default')"),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", merged.get("partial_rotary_factor")),
-         rope.get("partial_rotary_factor", merged.get("partial_rotary_factor")) in (None, 1.0, 1),
-         "servers rotate the whole head"),
-        ("mrope_section", rope.get("mrope_section"),
-         not rope.get("mrope_section"), "the drafter's positions are one-dimensional"),
-        ("draft_vocab_size", merged.get("draft_vocab_size"),
-         merged.get("draft_vocab_size") in (None, merged["vocab_size"]), "a reduced vocabulary cannot be used"),
-        ("sample_from_anchor", merged.get("sample_from_anchor"),
-         not merged.get("sample_from_anchor"), "slots of such a drafter predict one token later"),
-        ("dflash_config.causal", merged.get("causal"),
-         merged.get("causal") is None, "use is_causal"),
-        ("use_sliding_window", merged.get("use_sliding_window"),
-         not sliding or merged.get("use_sliding_window") is True, "layer_types has sliding layers, and transformers"
-         " drops their window unless it is true"),
-    ]  # fmt: skip
-    for key, value, allowed, why in rules:
-        if not allowed:
-            raise UserError(f"{origin}: {key} is {value!r}; {why}")
+def _check_same_everywhere(everything: dict[str, Any], merged: dict[str, Any], origin: str) -> None:
+    """Refuse settings under which this package and some reader of the layout would run different drafters."""
+    for key, neutral in NEUTRAL.items():
+        value = everything.get(key)
+        if value not in (None, neutral):
+            raise UserError(f"{origin}: {key} is {value!r}; drafters with it are not supported (only {neutral!r})")
+    for key in ("rope_type", "type"):  # the second in old files' rope_scaling
+        if everything.get(key) not in (None, "default"):
+            raise UserError(f"{origin}: {key} is {everything[key]!r}; the drafter's rotary embedding is the plain one")
+    if everything.get("draft_vocab_size") not in (None, merged["vocab_size"]):
+        raise UserError(
+            f"{origin}: draft_vocab_size is {everything['draft_vocab_size']}; a reduced vocabulary cannot be used"
+        )
+    if everything.get("logit_scale") not in (None, merged.get("output_multiplier")):
+        raise UserError(
+            f"{origin}: logit_scale is {everything['logit_scale']}, output_multiplier"
+            f" {merged.get('output_multiplier')}; vLLM reads the one, z-lab's package and SGLang the other: they must"
+            " agree"
+        )
+    switched = merged.get("use_sliding_window") is True
+    if SLIDING in (merged.get("layer_types") or ()) and not switched:
+        raise UserError(
+            f"{origin}: use_sliding_window is {merged.get('use_sliding_window')}; layer_types has sliding layers, and"
+            " transformers drops their window unless it is true"
+        )
+    if switched and not merged.get("layer_types"):
+        raise UserError(f"{origin}: use_sliding_window is true without layer_types; it must say which layers slide")

@@ -10,9 +10,62 @@ the convolution state but not the recurrent one (seen in 5.17 and 5.24), so it i
 import copy
 import inspect
 from typing import Any
+from weakref import WeakSet
 
+import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from dflash_model.errors import UserError
+
+MOVING_ROPE = ("dynamic", "longrope")  # frequencies follow the longest position seen, and stay so in the model
+_checked: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def check_target(target: PreTrainedModel, length: int) -> None:
+    """Whether a block of tokens gives what single tokens give, also after a rejection; tried once for each model.
+
+    Args:
+        target: the model.
+        length: positions that a text and its last block can reach.
+
+    Raises:
+        UserError: transformers computes blocks after a cache differently for this model (Jamba, Bamba, RecurrentGemma
+            and DeepSeek-V3.2 in 5.24), or its rotary frequencies would move.
+    """
+    config = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if rope.get("rope_type") in MOVING_ROPE and length > original:
+        raise UserError(
+            f"the target's rope_type is {rope['rope_type']}; its text can be drafted up to {original} positions, and"
+            f" prompt, new tokens and the last block make {length}"
+        )
+    if target in _checked:
+        return
+    tokens = torch.arange(1, 11, device=target.device)[None] % config.vocab_size
+    cache = RewindableCache(target)
+    single = [_step(target, cache, tokens[:, i : i + 1]) for i in range(10)]
+    cache = RewindableCache(target)
+    _step(target, cache, tokens[:, :3])
+    cache.mark()
+    _step(target, cache, torch.cat((tokens[:, 3:5], tokens[:, :3]), dim=1))  # two tokens right, three rejected
+    again = 3 + 2 - cache.reject(5, 2)
+    block = _step(target, cache, tokens[:, again:])
+    expected = torch.cat(single[again:], dim=1)
+    difference = float((block - expected).norm() / expected.norm())
+    if not difference < torch.finfo(target.dtype).eps ** 0.5:
+        raise UserError(
+            f"the target's model_type is {config.model_type}; in transformers its logits of a block of tokens differ"
+            f" from those of single tokens by {difference:.1%}, so drafting would change its text"
+        )
+    _checked.add(target)
+
+
+def _step(target: PreTrainedModel, cache: "RewindableCache", ids_BS: Tensor) -> Tensor:
+    """fp32 logits of tokens after a cache."""
+    return target(input_ids=ids_BS, use_cache=True, return_dict=True, **{cache.argument: cache.cache}).logits.float()
 
 
 class RewindableCache:

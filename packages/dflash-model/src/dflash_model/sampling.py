@@ -8,12 +8,15 @@ Legend: K proposals and one, V vocabulary.
 Source: Leviathan et al. 2023, appendix A.1; DFlash paper section 4.3; z-lab dflash 0.1.0 uses the same rule.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dflash_model.errors import UserError
+
+COLDEST = 1e-5  # below it logits divided by it leave fp32, and all but ties would be greedy anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +41,8 @@ class Sampling:
         Raises:
             UserError: one sentence with the key and what is allowed.
         """
-        if self.temperature < 0:
-            raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
+            raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy), or {COLDEST:g} or more")
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:

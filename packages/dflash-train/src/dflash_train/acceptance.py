@@ -66,8 +66,8 @@ class Acceptance:
 
     @property
     def pooled(self) -> float:
-        """All tokens over all rounds; what servers report."""
-        return float(self.tokens.sum() / max(self.rounds.sum(), 1))
+        """All tokens over all rounds; what servers report. NaN without a round."""
+        return float(self.tokens.sum() / self.rounds.sum()) if self.rounds.sum() else float("nan")
 
     @property
     def mean(self) -> float:

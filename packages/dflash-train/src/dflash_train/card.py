@@ -14,7 +14,7 @@ from dflash_train.checkpoint import MANIFEST
 from dflash_train.metrics import EVALUATIONS, read_jsonl
 
 TEMPLATE = """---
-base_model: {target}
+base_model: {quoted}
 tags: [dflash, speculative-decoding]
 ---
 
@@ -71,7 +71,7 @@ class Origin:
     Attributes:
         drafter: folder in the published layout.
         manifest: the checkpoint's, empty for a bare drafter.
-        evaluation: the newest row of the run's ``evaluations.jsonl`` up to the checkpoint, if any.
+        evaluation: the row of the run's ``evaluations.jsonl`` for the checkpoint's step, if any.
     """
 
     drafter: Path
@@ -93,9 +93,14 @@ class Origin:
                     f" {MANIFEST}) nor a drafter's folder (with config.json)"
                 )
             return cls(folder, {}, None)
-        facts = json.loads(manifest.read_text())
-        rows = read_jsonl(folder.parent.parent / EVALUATIONS)
-        rows = [row for row in rows if row["step"] == facts["step"]]
+        try:
+            facts = json.loads(manifest.read_text())
+            step = facts["step"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"checkpoint.path is {folder}; its {MANIFEST} is not that of a checkpoint: {error!r}"
+            ) from error
+        rows = [row for row in read_jsonl(folder.parent.parent / EVALUATIONS) if row["step"] == step]
         return cls(folder / "dflash", facts, rows[-1] if rows else None)
 
 
@@ -116,12 +121,9 @@ def model_card(config: DrafterConfig, origin: Origin, folder: str, target: str |
     if target is None:
         raise UserError("target is not set, and the checkpoint does not name its target; give it as target=NAME")
     mixed = len(set(config.layer_types)) > 1
-    sliding = config.layer_types.count(SLIDING)
-    window = (
-        f", {sliding} of them sliding over {config.sliding_window} tokens and causal in the block" if sliding else ""
-    )
     return TEMPLATE.format(
         target=target,
+        quoted=json.dumps(target, ensure_ascii=False),  # JSON is YAML
         folder=folder,
         proposals=config.block_size - 1,
         block_size=config.block_size,
@@ -130,12 +132,22 @@ def model_card(config: DrafterConfig, origin: Origin, folder: str, target: str |
         vocab_size=config.vocab_size,
         taps=", ".join(map(str, config.target_layer_ids)),
         mask_token_id=config.mask_token_id,
-        layers=f"{config.num_layers}{window}",
+        layers=_layers(config),
         data=_data(facts),
         trained=_trained(origin.manifest, facts),
         acceptance=_acceptance(origin.evaluation) if facts else UNKNOWN,
         note=HYBRID_NOTE if mixed else "",
     )
+
+
+def _layers(config: DrafterConfig) -> str:
+    """How many, and who sees whom; servers derive the same from the configuration."""
+    parts = []
+    for kind in dict.fromkeys(config.layer_types):
+        reach = f"sliding over {config.sliding_window} tokens" if kind == SLIDING else "full"
+        inside = "causal" if config.causal_in_block(kind) else "bidirectional"
+        parts.append(f"{config.layer_types.count(kind)} {reach}, {inside} in the block")
+    return "; ".join(parts)
 
 
 def _data(facts: dict[str, Any]) -> str:
@@ -153,10 +165,11 @@ def _trained(manifest: dict[str, Any], facts: dict[str, Any]) -> str:
     if not facts:
         return UNKNOWN
     tokens = manifest["step"] * manifest["trainer.packs_per_step"] * manifest["data.seq_len"]
+    began = f", starting from {facts['init_from']}" if facts.get("init_from") else ""
     return (
         f"{manifest['step']} of {manifest['trainer.steps']} steps of {manifest['trainer.packs_per_step']} rows of"
         f" {manifest['data.seq_len']} tokens ({tokens} in all, packed), conversations up to {facts['data']['longest']}"
-        f" tokens, {manifest['data.anchors_per_pack']} anchors a row"
+        f" tokens, {manifest['data.anchors_per_pack']} anchors a row{began}"
     )
 
 

@@ -48,7 +48,7 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
             section.mask_token_id, target, tokenizer_folder / "tokenizer.json" if tokenizer_folder else None
         ),
         layer_types=(SLIDING,) * sliding + (FULL,) * (num_layers - sliding),
-        sliding_window=section.sliding_window,
+        sliding_window=section.sliding_window if sliding else None,
         rope_theta=section.rope_theta or _rope_theta(target),
         max_position_embeddings=goal.max_position_embeddings,
         **end_rules(target),

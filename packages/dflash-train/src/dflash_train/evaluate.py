@@ -15,10 +15,9 @@ from torch import Tensor
 
 from dflash_data.packs import PAD_DOCUMENT, HiddenPack, make_blocks
 from dflash_model.blocks import anchor_candidates
+from dflash_model.mask import TILE
 from dflash_train.acceptance import Rounds
 from dflash_train.step import DraftStep
-
-TILE = 128  # flex_attention's block: rows and slots come in multiples of it
 
 
 def replay(run_S: NDArray[np.int64], candidate_S: NDArray[np.bool_]) -> Rounds:

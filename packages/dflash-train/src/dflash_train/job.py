@@ -13,12 +13,12 @@ from dflash_data.target import TargetModel, find_target
 from dflash_model import DrafterConfig, UserError
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.layout import to_published
+from dflash_model.mask import TILE
 from dflash_train.config import RunConfig
 from dflash_train.drafter_config import drafter_config
 from dflash_train.mesh import Split, make_split
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-TILE = 128
 
 
 def dtype_of(key: str, value: str) -> torch.dtype:

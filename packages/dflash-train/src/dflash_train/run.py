@@ -231,6 +231,7 @@ def facts_for_card(job: Job) -> dict[str, Any]:
     ledger = data.ledger
     return {
         "target": named if hub_name else job.target.name,
+        "init_from": job.config.drafter.init_from and Path(job.config.drafter.init_from).expanduser().absolute().name,
         "data": {
             "sources": [Path(name).name for name, _ in ledger.settings.get("sources", [])] or ["synthetic"],
             "rows": ledger.rows["train"],

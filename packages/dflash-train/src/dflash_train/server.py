@@ -48,6 +48,9 @@ class AnswerSettings:
 
     max_new_tokens: int
     temperature: float = 0.0
+    top_k: int = 0  # 0: all tokens, and not sent
+    top_p: float = 1.0
+    seed: int | None = None
     template_options: JsonObject | None = None
 
 
@@ -186,7 +189,8 @@ def measure_server(
     before = server.counters()
     dialect, model = _identify(server, before, model)
     body: JsonObject = {"model": model, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-    body |= {"chat_template_kwargs": sampling.template_options} if sampling.template_options else {}
+    optional = {"top_k": sampling.top_k, "seed": sampling.seed, "chat_template_kwargs": sampling.template_options}
+    body |= {"top_p": sampling.top_p, **{key: value for key, value in optional.items() if value}}
     body |= {"return_meta_info": True} if dialect == "sglang" else {}
     began = time.perf_counter()
     answers = _ask_all(server, [body | {"messages": messages} for messages in conversations], concurrency, on_done)

@@ -1,0 +1,77 @@
+"""What tools/evaluate.py says: acceptance in every cut, for people and as JSON."""
+
+import math
+from typing import Any
+
+from dflash_train.acceptance import Acceptance, Rounds, by_context, by_position
+
+DISAGREEMENT = 0.1  # of loop and replay; in bf16 single texts part, whole sets differ by far less
+
+
+def summary(texts: list[Rounds], domains: list[str], block_size: int) -> dict[str, Any]:
+    """Acceptance lengths in every cut."""
+    whole = Acceptance.of(texts)
+    by_domain = {
+        name: Acceptance.of([text for text, domain in zip(texts, domains, strict=True) if domain == name])
+        for name in sorted(set(domains))
+    }
+    return {
+        "prompts": len(texts),
+        "acceptance_pooled": whole.pooled,
+        "acceptance_mean": whole.mean,
+        "interval": list(whole.interval()),
+        "tokens": int(whole.tokens.sum()),
+        "rounds": int(whole.rounds.sum()),
+        "domains": {
+            name: {"pooled": a.pooled, "mean": a.mean, "prompts": len(a.tokens)} for name, a in by_domain.items()
+        },
+        "positions": by_position(texts, block_size),
+        "context": by_context(texts),
+    }
+
+
+def print_local(report: dict[str, Any], dtype: str) -> None:
+    """The same for people."""
+    low, high = report["interval"]
+    print(f"\ntemperature {report['temperature']:g}, {report['prompts']} prompts, {dtype}")
+    print(
+        f"  loop    {report['acceptance_pooled']:.3f} [{low:.3f}, {high:.3f}] pooled, {report['acceptance_mean']:.3f}"
+        f" mean of prompts ({report['tokens']} tokens in {report['rounds']} rounds, {report['target_forwards']} target"
+        " forwards with prefills)"
+    )
+    if "replay" in report:
+        again = report["replay"]
+        if abs(again["pooled"] / report["acceptance_pooled"] - 1) > DISAGREEMENT:
+            print("  WARNING: loop and replay disagree; one of them does not use the drafter as it was trained")
+        print(
+            f"  replay  {again['pooled']:.3f} pooled, {again['mean']:.3f} mean of prompts; the same rounds in"
+            f" {again['equal_texts']} of {report['prompts']} texts"
+        )
+    for name, value in report["domains"].items():
+        print(f"  domain {name}: {value['pooled']:.3f} ({value['prompts']} prompts)")
+    for row in report["context"]:
+        print(f"  from {row['from']} tokens of context: {row['pooled']:.3f} ({row['rounds']} rounds)")
+    print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
+    for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
+        print(
+            f"  {label}"
+            + " ".join("    -" if row[name] is None else f"{row[name]:5.2f}" for row in report["positions"])
+        )
+    if report.get("speed_up"):
+        print(
+            f"  speed-up {report['speed_up']:.2f}x: {report['tokens_per_second']:.1f} against"
+            f" {report['plain_tokens_per_second']:.1f} tokens/s"
+        )
+    if "texts_equal" in report:
+        print(f"  texts equal to those without drafting: {report['texts_equal']} of {report['prompts']}")
+        for line in report["divergences"][:5]:
+            print(f"    {line}")
+
+
+def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """JSON has no NaN: what could not be measured is null."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
