@@ -11,15 +11,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_data.chat import render
 from dflash_data.ends import FrozenEnds
-from dflash_data.regenerate import Row, prompt_of, stop_token_ids
+from dflash_data.regenerate import Failure, Prompt, read_prompt, stop_token_ids
 from dflash_data.sources import check_sources, read_rows
 from dflash_model import Drafter, Generation, Sampling, UserError, generate
 from dflash_model.compare import first_divergence
+from dflash_model.layout import to_published
 from dflash_model.taps import context_features
 from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.cli import parse, run_tool
@@ -41,7 +44,7 @@ class EvaluateConfig:
     drafter: DrafterPath = field(default_factory=DrafterPath)
     target: TargetSection = field(default_factory=TargetSection)
     prompts: list[str] = key([], "JSONL files with messages; a last assistant turn is left out")
-    limit: int = key(0, "use only the first prompts; 0 for all")
+    limit: int = key(0, "use only so many prompts, evenly from all of them; 0 for all")
     max_new_tokens: int = key(256, "longest answer")
     temperatures: list[float] = key([0.0], "one evaluation at each; 0 is greedy")
     top_k: int = key(0, "sample from the k most likely tokens; 0 for all")
@@ -69,12 +72,12 @@ class Bench:
     drafter: Drafter
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    rows: list[Row]
+    rows: list[Prompt]
 
-    def prompt(self, row: Row) -> list[int]:
+    def prompt(self, row: Prompt) -> list[int]:
         """Tokens up to the turn that is to be generated."""
         options = self.config.target.template_options
-        return render(self.tokenizer, prompt_of(row["messages"]), generation_prompt=True, **options)
+        return render(self.tokenizer, row.messages, generation_prompt=True, tools=row.tools, **options)
 
     def answer(self, who: Drafter | None, ids: list[int], temperature: float, seed: int) -> Generation:
         """One text."""
@@ -96,7 +99,7 @@ class Bench:
         )
 
 
-def read_prompts(config: EvaluateConfig) -> list[Row]:
+def read_prompts(config: EvaluateConfig) -> list[Prompt]:
     """The conversations to answer; rows that are none are counted on stderr.
 
     Raises:
@@ -111,37 +114,20 @@ def read_prompts(config: EvaluateConfig) -> list[Row]:
             raise UserError(f"{name} is {getattr(config, name)}; it is out of range (--help says what it takes)")
     for temperature in config.temperatures:
         Sampling(temperature=temperature, top_k=config.top_k, top_p=config.top_p)
-    rows: list[Row] = []
+    rows: list[Prompt] = []
     unusable: list[str] = []
-    for source in read_rows(check_sources("prompts", config.prompts)):
-        problem = source.problem or prompt_problem((source.row or {}).get("messages"))
-        if problem:
-            unusable.append(f"{source.file}:{source.line}: {problem}")
-        elif source.row is not None:
-            rows.append(source.row)
-        if config.limit and len(rows) == config.limit:
-            break
+    for number, source in enumerate(read_rows(check_sources("prompts", config.prompts))):
+        found = read_prompt(source, number)
+        if isinstance(found, Failure):
+            unusable.append(f"{source.file}:{source.line}: {found.reason}")
+        else:
+            rows.append(found)
     if unusable:
         print(f"{len(unusable)} rows are no prompts, the first: {unusable[0]}", file=sys.stderr)
     if not rows:
         raise UserError(f"prompts ({', '.join(config.prompts)}) has no row with messages")
-    return rows
-
-
-def prompt_problem(messages: object) -> str | None:
-    """Why these are no prompt, if they are none."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return "messages is not a list of turns"
-    if not all(isinstance(message.get("role"), str) for message in messages):
-        return "a turn has no role"
-    prompt = prompt_of(messages) if messages else []
-    if not prompt:
-        return "nothing before the answer"
-    if not all(isinstance(message.get("content"), str) for message in prompt):
-        return "the content of a turn is not text"
-    if any("\ud800" <= character <= "\udfff" for message in prompt for character in message["content"]):
-        return "content is not valid Unicode"
-    return None
+    count = min(config.limit or len(rows), len(rows))  # files are often sorted by domain
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 @dataclass
@@ -195,7 +181,7 @@ def evaluate_locally(bench: Bench, temperature: float) -> dict[str, Any]:
     """One temperature."""
     answers = answer_all(bench, temperature)
     drafted, plain = answers.drafted, answers.plain
-    domains = [str(row.get("domain", "all")) for row in bench.rows]
+    domains = [str(row.row.get("domain", "all")) for row in bench.rows]
     report: dict[str, Any] = {"temperature": temperature}
     report |= summary(answers.loop, domains, bench.drafter.config.block_size)
     report["target_forwards"] = sum(result.target_forwards for result in drafted)
@@ -219,7 +205,18 @@ def evaluate_locally(bench: Bench, temperature: float) -> dict[str, Any]:
     return report
 
 
-def evaluate_server(config: EvaluateConfig, rows: list[Row]) -> list[ServerReport]:
+def record(config: EvaluateConfig) -> dict[str, Any]:
+    """What was measured, on what: two results can be told apart later."""
+    cuda = torch.cuda.is_available()
+    return {
+        **asdict(config),
+        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def evaluate_server(config: EvaluateConfig, rows: list[Prompt]) -> list[ServerReport]:
     """One measurement at each concurrency."""
     if len(config.temperatures) != 1:
         raise UserError(f"temperatures is {config.temperatures}; with server it takes one value")
@@ -227,7 +224,7 @@ def evaluate_server(config: EvaluateConfig, rows: list[Row]) -> list[ServerRepor
         config.max_new_tokens, config.temperatures[0], config.top_k, config.top_p, config.seed,
         config.target.template_options,
     )  # fmt: skip
-    conversations = [prompt_of(row["messages"]) for row in rows]
+    conversations = [row.messages for row in rows]
     reports = []
     for concurrency in config.concurrency:
         with tqdm(total=len(rows), unit="request", desc=f"concurrency {concurrency}") as bar:
@@ -250,15 +247,16 @@ def main(argv: list[str]) -> int:
     """Evaluate."""
     config = parse(EvaluateConfig, argv, __doc__ or "")
     rows = read_prompts(config)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"settings": record(config)}
+    local = bool(config.drafter.path) or not config.server
+    bench = Bench(config, *load_pair(config.drafter.path, config.target), rows) if local else None
     if config.server:
         result["server"] = [
             {"concurrency": concurrency, **asdict(report)}
             for concurrency, report in zip(config.concurrency, evaluate_server(config, rows), strict=True)
         ]
-    if config.drafter.path or not config.server:
-        drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
-        bench = Bench(config, drafter, target, tokenizer, rows)
+    if bench is not None:
+        result["drafter"] = to_published(bench.drafter.config)
         result["local"] = []
         for temperature in config.temperatures:
             report = evaluate_locally(bench, temperature)

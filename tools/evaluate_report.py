@@ -5,6 +5,7 @@ from typing import Any
 
 from dflash_train.acceptance import Acceptance, Rounds, by_context, by_position
 
+FEW = 10  # prompts, below which a bootstrap says nothing
 DISAGREEMENT = 0.1  # of loop and replay; in bf16 single texts part, whole sets differ by far less
 
 
@@ -19,7 +20,7 @@ def summary(texts: list[Rounds], domains: list[str], block_size: int) -> dict[st
         "prompts": len(texts),
         "acceptance_pooled": whole.pooled,
         "acceptance_mean": whole.mean,
-        "interval": list(whole.interval()),
+        "interval": list(whole.interval()) if len(texts) >= FEW else None,
         "tokens": int(whole.tokens.sum()),
         "rounds": int(whole.rounds.sum()),
         "domains": {
@@ -32,10 +33,12 @@ def summary(texts: list[Rounds], domains: list[str], block_size: int) -> dict[st
 
 def print_local(report: dict[str, Any], dtype: str) -> None:
     """The same for people."""
-    low, high = report["interval"]
+    interval = "(too few prompts for an interval)"
+    if report["interval"] is not None:
+        interval = "(95 % interval over prompts {:.3f} to {:.3f})".format(*report["interval"])
     print(f"\ntemperature {report['temperature']:g}, {report['prompts']} prompts, {dtype}")
     print(
-        f"  loop    {report['acceptance_pooled']:.3f} [{low:.3f}, {high:.3f}] pooled, {report['acceptance_mean']:.3f}"
+        f"  loop    {report['acceptance_pooled']:.3f} {interval} pooled, {report['acceptance_mean']:.3f}"
         f" mean of prompts ({report['tokens']} tokens in {report['rounds']} rounds, {report['target_forwards']} target"
         " forwards with prefills)"
     )
@@ -50,7 +53,7 @@ def print_local(report: dict[str, Any], dtype: str) -> None:
     for name, value in report["domains"].items():
         print(f"  domain {name}: {value['pooled']:.3f} ({value['prompts']} prompts)")
     for row in report["context"]:
-        print(f"  from {row['from']} tokens of context: {row['pooled']:.3f} ({row['rounds']} rounds)")
+        print(f"  context of {row['from']} tokens and more: {row['pooled']:.3f} ({row['rounds']} rounds)")
     print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
     for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
         print(
@@ -58,6 +61,13 @@ def print_local(report: dict[str, Any], dtype: str) -> None:
             + " ".join("    -" if row[name] is None else f"{row[name]:5.2f}" for row in report["positions"])
         )
     if report.get("speed_up"):
+        rounds = max(report["rounds"], 1)
+        draft, verify = (report[f"{name}_seconds"] / rounds * 1e3 for name in ("draft", "verify"))
+        plain = 1e3 / report["plain_tokens_per_second"]
+        print(
+            f"  a round costs {draft:.1f} ms draft + {verify:.1f} ms verify, a plain token {plain:.1f} ms: drafting"
+            f" pays above an acceptance length of {(draft + verify) / plain:.2f}, here, one text at a time"
+        )
         print(
             f"  speed-up {report['speed_up']:.2f}x: {report['tokens_per_second']:.1f} against"
             f" {report['plain_tokens_per_second']:.1f} tokens/s"

@@ -54,9 +54,15 @@ def main(argv: list[str]) -> int:
     card = model_card(drafter, origin, out.name, config.target)
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
-    save_drafter(dict(stored_tensors(origin.drafter)), drafter, work)
-    (work / "README.md").write_text(card)
-    work.rename(out)
+    try:
+        save_drafter(dict(stored_tensors(origin.drafter)), drafter, work)
+        (work / "README.md").write_text(card)
+        work.rename(out)
+    except OSError as error:
+        raise UserError(f"export.path is {out}; it cannot be written: {error}") from error
+    named = config.target or origin.manifest["facts"]["target"]
+    if "/" not in named:
+        print(f"the card calls the target {named}; give target=OWNER/NAME if that is not where a server finds it")
     print(f"{out}: {3 + 11 * drafter.num_layers} tensors, block {drafter.block_size}; see README.md for serving it")
     return 0
 

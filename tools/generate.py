@@ -70,7 +70,7 @@ def describe(name: str, result: Generation) -> str:
     )
     return (
         f"{name}: {len(result.token_ids)} tokens, acceptance length {result.acceptance_length:.2f} over"
-        f" {len(result.committed)} rounds ({per_round}), {result.tokens_per_second:.1f} tokens/s"
+        f" {len(result.committed)} rounds ({per_round} a round), {result.tokens_per_second:.1f} tokens/s"
     )
 
 

@@ -172,10 +172,16 @@ def test_a_checkpoints_card_tells_its_run(tmp_path: Path) -> None:
         "".join(json.dumps({**row, "step": number, "pooled": value}) + "\n" for number, value in ((20, 9), (40, 2.5)))
     )
     card = model_card(config, Origin.find(step), "x-dflash", None)
-    assert "2.500 [2.400, 2.600] pooled, 2.250 mean of 9 prompts (replay" in card
-    assert "40 of 50 steps of 3 rows of 128 tokens (15360 in all, packed), conversations up to 77 tokens" in card
+    assert (
+        "2.500 (95 % interval over prompts 2.400 to 2.600) pooled over rounds, 2.250 mean of 9 prompts (replay" in card
+    )
+    assert (
+        "40 of 50 steps of 3 rows of 128 tokens (15360 in all, packed: 17.1 epochs), conversations up to 77 tokens"
+        in card
+    )
     assert "2 full, bidirectional in the block" in card
-    assert "chat.jsonl: 20 conversations, 900 tokens, 500 of them supervised; responses written by: tiny (20)" in card
+    said = "20 conversations, 900 tokens, 500 of them supervised; responses (held-out ones too) written by: tiny (20)"
+    assert f"chat.jsonl: {said}" in card
 
 
 @pytest.mark.parametrize(

@@ -143,14 +143,14 @@ def test_restart_during_the_measurement() -> None:
 def test_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(UserError, match=f"url is {url}; .* cannot be read there: .*refused"):
+    with pytest.raises(UserError, match=f"server is {url}; .* cannot be read there: .*refused"):
         measure_server(url, chats(TEXTS), AnswerSettings(max_new_tokens=16))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"url": "localhost:8000"}, "url is 'localhost:8000'; it must be like http://"),
+        ({"url": "localhost:8000"}, "server is 'localhost:8000'; it must be like http://"),
         ({"url": "http://localhost:8000/v1"}, "without /v1"),
         ({"conversations": []}, "conversations is 0; it must be at least 1"),
         ({"sampling": AnswerSettings(max_new_tokens=0)}, "max_new_tokens is 0"),

@@ -6,7 +6,7 @@ from typing import cast
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, disable_progress_bars, load_from_disk
+from datasets import Dataset, concatenate_datasets, disable_progress_bars
 from numpy.typing import NDArray
 
 from dflash_data.prepare import Ledger, read_ledger
@@ -15,20 +15,32 @@ from dflash_model.errors import UserError
 
 @dataclass(frozen=True)
 class Documents:
-    """One split: documents by index, their lengths up front."""
+    """One split: documents by index, their lengths up front.
+
+    Attributes:
+        rows: the stored documents.
+        row_of: index of the stored document; one of a weighted source stands here several times.
+        lengths: tokens of each document.
+        supervised: those of them that carry loss.
+    """
 
     rows: Dataset
+    row_of: NDArray[np.int64]
     lengths: NDArray[np.int64]
     supervised: NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.row_of)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Token ids and loss mask of one document."""
-        table = cast(pa.Table, self.rows[index])  # the split is opened in Arrow format
+        table = cast(pa.Table, self.rows[int(self.row_of[index])])  # the split is opened in Arrow format
         ids, mask = (table.column(name)[0].values for name in ("input_ids", "loss_mask"))
         return ids.to_numpy(), mask.to_numpy(zero_copy_only=False)
+
+    def source(self, index: int) -> str:
+        """File and line that a document came from."""
+        return cast(pa.Table, self.rows[int(self.row_of[index])]).column("source")[0].as_py()
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,9 @@ def open_prepared(folder: Path, *, seq_len: int, vocab_size: int) -> PreparedDat
 
 
 def _open(folder: Path) -> Documents:
-    rows = load_from_disk(str(folder))
-    assert isinstance(rows, Dataset)
-    columns = {name: rows.data.column(name).to_numpy() for name in ("length", "supervised")}
-    return Documents(
-        rows.with_format("arrow"), columns["length"].astype(np.int64), columns["supervised"].astype(np.int64)
-    )
+    """Memory-mapped: only what is asked for is read."""
+    rows = concatenate_datasets([Dataset.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))])
+    columns = {name: rows.data.column(name).to_numpy() for name in ("length", "supervised", "copies")}
+    row_of = np.repeat(np.arange(len(rows)), columns["copies"])
+    lengths, supervised = (columns[name].astype(np.int64)[row_of] for name in ("length", "supervised"))
+    return Documents(rows.with_format("arrow"), row_of, lengths, supervised)

@@ -110,6 +110,8 @@ def generate(
     prompt = _as_tokens(input_ids)
     if not prompt or max_new_tokens < 1:
         raise UserError(f"got {len(prompt)} prompt tokens and max_new_tokens {max_new_tokens}; both must be 1 or more")
+    if not isinstance(sampling, Sampling):
+        raise UserError(f"sampling is {sampling!r}; it takes dflash_model.Sampling(temperature=…)")
     if drafter is not None:
         drafter.config.check_fits(text_config(target.config), "the drafter", "the target")
         check_target(target, len(prompt) + max_new_tokens + drafter.config.block_size)

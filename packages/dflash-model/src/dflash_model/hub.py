@@ -6,6 +6,7 @@ ones only when it starts.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def save_drafter(state: dict[str, Tensor], config: DrafterConfig, folder: Path) 
         name: tensor.detach().to("cpu", torch.bfloat16).clone(memory_format=torch.contiguous_format)
         for name, tensor in state.items()
     }
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier drafter there
     (folder / CONFIG_NAME).write_text(json.dumps(to_published(config), indent=2) + "\n")
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG_NAME, folder / WEIGHTS_NAME)  # safetensors leaves it to its owner alone
+    (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier drafter there
 
 
 def read_config(folder: Path) -> DrafterConfig:

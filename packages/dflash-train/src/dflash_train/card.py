@@ -85,6 +85,8 @@ class Origin:
         Raises:
             UserError: the folder is neither.
         """
+        if folder.name == "dflash" and (folder.parent / MANIFEST).is_file():
+            folder = folder.parent  # the drafter in a checkpoint: what the checkpoint knows is told too
         manifest = folder / MANIFEST
         if not manifest.is_file():
             if not (folder / "config.json").is_file():
@@ -157,7 +159,7 @@ def _data(facts: dict[str, Any]) -> str:
     wrote = ", ".join(f"{name} ({count})" for name, count in sorted(data["generated_by"].items())) or "not recorded"
     return (
         f"{', '.join(data['sources'])}: {data['rows']} conversations, {data['tokens']} tokens,"
-        f" {data['supervised_tokens']} of them supervised; responses written by: {wrote}"
+        f" {data['supervised_tokens']} of them supervised; responses (held-out ones too) written by: {wrote}"
     )
 
 
@@ -165,10 +167,12 @@ def _trained(manifest: dict[str, Any], facts: dict[str, Any]) -> str:
     if not facts:
         return UNKNOWN
     tokens = manifest["step"] * manifest["trainer.packs_per_step"] * manifest["data.seq_len"]
+    epochs = tokens / max(facts["data"]["tokens"], 1)
     began = f", starting from {facts['init_from']}" if facts.get("init_from") else ""
     return (
         f"{manifest['step']} of {manifest['trainer.steps']} steps of {manifest['trainer.packs_per_step']} rows of"
-        f" {manifest['data.seq_len']} tokens ({tokens} in all, packed), conversations up to {facts['data']['longest']}"
+        f" {manifest['data.seq_len']} tokens ({tokens} in all, packed: {epochs:.1f} epochs), conversations up to"
+        f" {facts['data']['longest']}"
         f" tokens, {manifest['data.anchors_per_pack']} anchors a row{began}"
     )
 
@@ -177,6 +181,6 @@ def _acceptance(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not evaluated at this step"
     return (
-        f"{row['pooled']:.3f} [{row['low']:.3f}, {row['high']:.3f}] pooled, {row['mean']:.3f} mean of {row['prompts']}"
-        f" prompts ({row['name']}, greedy, the target's own token included)"
+        f"{row['pooled']:.3f} (95 % interval over prompts {row['low']:.3f} to {row['high']:.3f}) pooled over rounds,"
+        f" {row['mean']:.3f} mean of {row['prompts']} prompts ({row['name']}, greedy, the target's own token included)"
     )

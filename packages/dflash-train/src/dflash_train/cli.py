@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_model.errors import UserError
 
 Config = TypeVar("Config")
+STOPPED = 130  # as shells count Ctrl-C
 USER_ERROR = 2  # exit code of a wrong setting, file or model
 
 
@@ -122,7 +123,7 @@ def _value(schema: type, name: str, text: str) -> Any:  # noqa: ANN401 - any typ
     for part in name.split("."):
         hint = get_type_hints(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
     if hint is str or (hint == str | None and text != "null"):
-        return text
+        return text.replace("${", "\\${")  # a prompt may hold code: nothing in it refers to another key
     if "list[" in str(hint) and not text.startswith("["):
         text = f"[{text}]"
     try:
@@ -144,5 +145,8 @@ def run_tool(main: Callable[[list[str]], int]) -> None:
             time.sleep(4)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = USER_ERROR
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        code = STOPPED
     sys.stdout.flush()
     os._exit(code) if "RANK" in os.environ else sys.exit(code)

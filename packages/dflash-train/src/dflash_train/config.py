@@ -72,7 +72,19 @@ class DataSection:
     """The tokenized dataset and how it is cut into packs."""
 
     path: str = key("data/demo", "prepared dataset (tools/prepare.py writes it)")
-    sources: list[str] = key([], "JSONL files of conversations, for tools/prepare.py: a.jsonl,b.jsonl")
+    sources: list[str] = key(
+        [],
+        "for tools/prepare.py: JSONL, JSON (.gz, .zst), Parquet, datasets folders or hub names: a.jsonl,b.parquet",
+    )
+    weights: list[float] = key([], "how often each source's conversations stand in an epoch; default: 1 each")
+    max_rows: list[int] = key([], "rows read of each source at most; default: all (0)")
+    too_long: str = key(
+        "turn", "conversations longer than seq_len: turn ends them after the last answer that fits, cut anywhere, drop"
+    )
+    turns: str = key("all", "assistant turns that carry loss: all or last")
+    train_on_reasoning: bool = key(True, "whether reasoning carries loss")
+    max_bad_rows: int | None = key(None, "more dropped rows than this are an error; default: any number, all counted")
+    prepare_workers: int = key(0, "processes that tokenize; 0: one for each core")
     heldout_ratio: float = key(0.02, "share of conversations that tools/prepare.py holds out")
     seq_len: int = key(4096, "tokens of a row, a multiple of 128")
     anchors_per_pack: int = key(512, "blocks drawn from each row; times drafter.block_size a multiple of 128")

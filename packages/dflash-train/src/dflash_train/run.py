@@ -204,7 +204,9 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
         )
         if not course.heldout_chunks:
             logger.info("no held-out rows: evaluation is off")
-        begin = f"resuming at step {course.start_step}" if course.start_step else "starting"
+        origin = job.config.drafter.init_from
+        start = f"starting from the drafter at {origin}" if origin else "starting"
+        begin = f"resuming at step {course.start_step}" if course.start_step else start
         logger.info(
             f"{begin}: {job.split.describe()} on {meshes.device.type}, {job.config.trainer.steps} steps of"
             f" {job.config.trainer.packs_per_step} packs of {job.config.data.seq_len} tokens, target layers"
@@ -233,7 +235,7 @@ def facts_for_card(job: Job) -> dict[str, Any]:
         "target": named if hub_name else job.target.name,
         "init_from": job.config.drafter.init_from and Path(job.config.drafter.init_from).expanduser().absolute().name,
         "data": {
-            "sources": [Path(name).name for name, _ in ledger.settings.get("sources", [])] or ["synthetic"],
+            "sources": [Path(source[0]).name for source in ledger.settings.get("sources", [])] or ["synthetic"],
             "rows": ledger.rows["train"],
             "tokens": ledger.tokens["train"],
             "supervised_tokens": ledger.supervised_tokens["train"],

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from dflash_model.errors import UserError
 
 JsonObject = dict[str, Any]
+PROBE_SECONDS = 10.0
 DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -100,7 +101,7 @@ class Counters:
         now, then = self.values.get((name, position), 0.0), before.values.get((name, position), 0.0)
         if now < then:
             change = f"{name} went from {then:g} to {now:g} during the measurement"
-            raise UserError(f"url is {self.url}; {change}, so the server was restarted: measure again")
+            raise UserError(f"server is {self.url}; {change}, so the server was restarted: measure again")
         return round(now - then)
 
 
@@ -123,12 +124,14 @@ class Server:
                 status, text = response.status, response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
-            raise UserError(f"url is {self.url}; {path} cannot be read there: {reason}; is the server up?") from error
+            raise UserError(
+                f"server is {self.url}; {path} cannot be read there: {reason}; is the server up?"
+            ) from error
         if status == 404 and absent is not None:
             return absent
         if status != 200:
             said = " ".join(text.split())[:200]
-            raise UserError(f"url is {self.url}; {path} answers with HTTP status {status}, not 200: {said}")
+            raise UserError(f"server is {self.url}; {path} answers with HTTP status {status}, not 200: {said}")
         return text
 
     def parsed(self, path: str, body: JsonObject | None = None, *, absent: str | None = None) -> JsonObject:
@@ -139,7 +142,7 @@ class Server:
         except json.JSONDecodeError:
             found = None
         if not isinstance(found, dict):
-            raise UserError(f"url is {self.url}; {path} answers {text[:80]!r}, which is not a JSON object")
+            raise UserError(f"server is {self.url}; {path} answers {text[:80]!r}, which is not a JSON object")
         return found
 
     def info(self) -> JsonObject:
@@ -186,8 +189,9 @@ def measure_server(
     """
     _check_arguments(url, len(conversations), sampling.max_new_tokens, concurrency, timeout_seconds)
     server = Server(url.rstrip("/"), timeout_seconds)
-    before = server.counters()
-    dialect, model = _identify(server, before, model)
+    probe = Server(server.url, min(timeout_seconds, PROBE_SECONDS))  # told soon when nobody answers
+    before = probe.counters()
+    dialect, model = _identify(probe, before, model)
     body: JsonObject = {"model": model, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
     optional = {"top_k": sampling.top_k, "seed": sampling.seed, "chat_template_kwargs": sampling.template_options}
     body |= {"top_p": sampling.top_p, **{key: value for key, value in optional.items() if value}}
@@ -218,7 +222,7 @@ def measure_server(
 def _check_arguments(url: str, conversations: int, tokens: int, concurrency: int, timeout: float) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.rstrip("/").endswith("/v1"):
-        raise UserError(f"url is {url!r}; it must be like http://127.0.0.1:8000, without /v1")
+        raise UserError(f"server is {url!r}; it must be like http://127.0.0.1:8000, without /v1")
     names = ("conversations", "max_new_tokens", "concurrency", "timeout_seconds")
     for name, value in zip(names, (conversations, tokens, concurrency, timeout), strict=True):
         if value < 1:
@@ -233,12 +237,12 @@ def _identify(server: Server, counters: Counters, model: str | None) -> tuple[st
     dialect = "vllm" if "vllm" in signs else "sglang"
     if dialect not in signs:
         found = f"models owned by {', '.join(sorted(owners)) or 'nobody'}, no vllm: or sglang: series on /metrics"
-        raise UserError(f"url is {server.url}; it must be a vLLM or SGLang server, but has {found}")
+        raise UserError(f"server is {server.url}; it must be a vLLM or SGLang server, but has {found}")
     # Told before hours of requests. vLLM's counters are there from its start, SGLang's from its first request.
     if dialect == "vllm" and (DRAFTS, "") not in counters.values:
-        raise UserError(f"url is {server.url} (vLLM); /metrics has no {DRAFTS}; {FLAGS['vllm']}")
+        raise UserError(f"server is {server.url} (vLLM); /metrics has no {DRAFTS}; {FLAGS['vllm']}")
     if dialect == "sglang" and not server.info().get("speculative_algorithm", "not told"):
-        raise UserError(f"url is {server.url} (SGLang); speculative_algorithm is not set; {FLAGS['sglang']}")
+        raise UserError(f"server is {server.url} (SGLang); speculative_algorithm is not set; {FLAGS['sglang']}")
     names = [model] if model else [str(card.get("id")) for card in cards]
     if len(names) != 1:
         raise UserError(f"model is not set and {server.url} has {', '.join(names) or 'none'}; name one")
@@ -264,7 +268,7 @@ def _ask(server: Server, body: JsonObject) -> Answer:
         return Answer(failure=str(error))
     tokens = (found.get("usage") or {}).get("completion_tokens")
     if tokens is None:
-        return Answer(failure=f"url is {server.url}; an answer has no usage.completion_tokens")
+        return Answer(failure=f"server is {server.url}; an answer has no usage.completion_tokens")
     choices = found.get("choices") or [{}]
     meta = choices[0].get("meta_info") or found.get("meta_info") or {}
     return Answer(tokens, meta.get("spec_verify_ct", 0))
@@ -274,7 +278,7 @@ def _vllm(server: Server, before: Counters) -> Drafting:
     after = server.counters()
     drafts, accepted = after.since(before, DRAFTS), after.since(before, ACCEPTED)
     if not drafts:
-        raise UserError(f"url is {server.url} (vLLM); it verified no draft: {DRAFTS} stood still; {FLAGS['vllm']}")
+        raise UserError(f"server is {server.url} (vLLM); it verified no draft: {DRAFTS} stood still; {FLAGS['vllm']}")
     positions = sorted((place for name, place in after.values if name == ACCEPTED_AT), key=int)
     shares = [after.since(before, ACCEPTED_AT, place) / drafts for place in positions]
     return Drafting(1 + accepted / drafts, drafts, shares, f"1 + {ACCEPTED} / {DRAFTS}, growth on /metrics")
@@ -284,7 +288,7 @@ def _sglang(server: Server, before: Counters, answers: list[Answer]) -> Drafting
     """By each answer's own count, else by the counters' growth, else the server's average: the source says which."""
     drafted = [answer for answer in answers if answer.tokens > 1]  # a single token is the prefill's: no round
     if not drafted:
-        raise UserError(f"url is {server.url} (SGLang); no answer is longer than one token, so nothing was drafted")
+        raise UserError(f"server is {server.url} (SGLang); no answer is longer than one token, so nothing was drafted")
     if all(answer.rounds for answer in drafted):
         rounds = sum(answer.rounds for answer in drafted)
         source = "(usage.completion_tokens - 1) / meta_info.spec_verify_ct, sums over the answers"
@@ -300,4 +304,4 @@ def _sglang(server: Server, before: Counters, answers: list[Answer]) -> Drafting
     if averages:
         source = f"avg_spec_accept_length of the server since its start, all requests included: {lacking}"
         return Drafting(sum(averages) / len(averages), None, [], source)
-    raise UserError(f"url is {server.url} (SGLang); {lacking}, no avg_spec_accept_length; {FLAGS['sglang']}")
+    raise UserError(f"server is {server.url} (SGLang); {lacking}, no avg_spec_accept_length; {FLAGS['sglang']}")

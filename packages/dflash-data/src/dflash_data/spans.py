@@ -1,0 +1,186 @@
+"""Where the turns of a conversation lie in its rendered text.
+
+A turn begins where the conversation rendered up to it, with a generation prompt, ends; that must begin the whole text.
+It ends at the template's end-of-turn token, and between the two must stand the row's own words and nothing but what the
+template puts around them (``Frame``). Generation markers can only narrow that.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dflash_data.conversation import Conversation, Message, Refused
+from dflash_data.frame import ANSWER, QUESTION, THOUGHT, Frame
+from dflash_model.errors import UserError
+
+MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+NO_CONTROL = ("<think>", "</think>")  # some tokenizers call them special; they stand in the middle of a turn
+LONGEST_REASON = 100
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters of the rendered text with loss, and the token that ends their turn; empty if a limit ended it."""
+
+    begin: int
+    end: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Applies a chat template.
+
+    Attributes:
+        tokenizer: the target's own.
+        options: passed to the template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]
+
+    @cached_property
+    def controls(self) -> re.Pattern[str]:
+        """The special tokens; where one begins another, the longer, as tokenizers do."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        tokens = {*added, *self.tokenizer.all_special_tokens}.difference(NO_CONTROL)  # the latter alone lack most
+        return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+
+    def spans(self, conversation: Conversation, *, only_last: bool, reasoning: bool) -> tuple[str, list[Span]]:
+        """The rendered conversation, which ends with an assistant turn, and its parts with loss.
+
+        Raises:
+            Refused: the last turn has none.
+            UserError: the tokenizer has no chat template, or one that is no template.
+        """
+        messages = conversation.messages
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        text, marks = self._render_marked(conversation, len(turns))
+        spans: list[Span] = []
+        for index, mark in zip(turns, marks, strict=True):
+            last = index == turns[-1]
+            if only_last and not last:
+                continue
+            try:
+                span = self._span(text, conversation, index, mark, reasoning=reasoning)
+            except Refused:
+                if last:
+                    raise
+                continue
+            spans = [*(earlier for earlier in spans if earlier.end <= span.begin), span]
+        return text if conversation.ended else text[: spans[-1].end], spans
+
+    def _span(
+        self, text: str, conversation: Conversation, index: int, mark: tuple[int, int] | None, *, reasoning: bool
+    ) -> Span:
+        """The part of an assistant turn that carries loss.
+
+        Raises:
+            Refused: the target would not write the turn there, or the template has changed it.
+        """
+        messages, message, frame = conversation.messages, conversation.messages[index], self._frame(conversation)
+        if not any((message["content"].strip(), message.get("reasoning_content"), message.get("tool_calls"))):
+            raise Refused("the assistant turn is empty")
+        prompt = self._render(messages[:index], conversation, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            if text.startswith(self._render(messages[:index], conversation)):
+                raise Refused("the assistant turn does not begin as the generation prompt does")
+            raise Refused("the chat template rewrites earlier turns")
+        begin = start = len(prompt)
+        for control in self._ends(text, begin, conversation, index):
+            words = text[begin : control.start()]
+            answer_at = frame.answer_at(words, message)
+            if answer_at is not None:
+                break
+        else:
+            raise Refused("the rendered assistant turn differs from its text")
+        if not reasoning:
+            start += answer_at
+        if mark is not None:  # the template's author may have left out more, but nothing of the prompt is generated
+            if mark[0] > control.start() or mark[1] < begin:
+                raise Refused("the chat template's generation marks miss the assistant turn")
+            start = max(start, mark[0])
+        if index == len(messages) - 1 and not conversation.ended:  # a limit ended that turn, not the target
+            return Span(start, begin + frame.cut_at(words, message), "")
+        return Span(start, control.end(), control.group())
+
+    def _ends(self, text: str, begin: int, conversation: Conversation, index: int) -> list[re.Match[str]]:
+        """Tokens that may end a turn.
+
+        No text spells one, so it is the first control token, if that is the one by which the template ends turns.
+        Otherwise the template puts some inside the turn, or ends it with another, and it must be known how far the turn
+        reaches: to the end of the conversation rendered up to and with it.
+        """
+        end, first = self._frame(conversation).end, self.controls.search(text, begin)
+        if first is None or not end:
+            raise Refused("the chat template ends the assistant turn with no special token")
+        if first.group() == end:
+            return [first]
+        upto = self._render(conversation.messages[: index + 1], conversation)
+        if not text.startswith(upto):
+            raise Refused("the chat template rewrites earlier turns")
+        length = len(upto.rstrip())
+        found = self.controls.finditer(upto, begin)
+        return [control for control in found if control.group() == end or control.end() == length]
+
+    @cached_property
+    def _frames(self) -> dict[str, Frame]:
+        return {}  # by template: a tokenizer may have another for conversations with tools
+
+    def _frame(self, conversation: Conversation) -> Frame:
+        """What the template puts around the words of a turn, read from a conversation with known words."""
+        template = self._template(conversation)
+        if template not in self._frames:
+            asked, plain = [{"role": "user", "content": QUESTION}], {"role": "assistant", "content": ANSWER}
+            prompt, _ = self._apply(template, asked, None, add_generation_prompt=True)
+            answered, _ = self._apply(template, [*asked, plain], None)
+            reasoned, _ = self._apply(template, [*asked, plain | {"reasoning_content": THOUGHT}], None)
+            end = self.controls.match(answered.partition(ANSWER)[2].lstrip())
+            self._frames[template] = Frame.seen(prompt, answered, reasoned, end.group() if end else "")
+        return self._frames[template]
+
+    def _template(self, conversation: Conversation) -> str:
+        if not self.tokenizer.chat_template:
+            raise UserError("the target's tokenizer has no chat template; conversations need one")
+        try:
+            return str(self.tokenizer.get_chat_template(tools=cast(Any, conversation.tools)))
+        except ValueError as error:
+            raise UserError(f"the target's chat template cannot be chosen: {error}") from error
+
+    def _render(
+        self, messages: list[Message], conversation: Conversation, *, add_generation_prompt: bool = False
+    ) -> str:
+        template, tools = self._template(conversation), conversation.tools
+        return self._apply(template, messages, tools, add_generation_prompt=add_generation_prompt)[0]
+
+    def _render_marked(self, conversation: Conversation, turns: int) -> tuple[str, list[tuple[int, int] | None]]:
+        """The rendered conversation, and what the template marks as generated of each assistant turn."""
+        template = self._template(conversation)
+        marked = MARKERS.search(template) is not None
+        text, marks = self._apply(template, conversation.messages, conversation.tools, marked=marked)
+        if marked and len(marks) != turns:
+            raise Refused("the chat template marks another number of turns than there are")
+        return text, [*marks] if marked else [None] * turns
+
+    def _apply(
+        self, template: str, messages: list[Message], tools: list[dict[str, Any]] | None, *,
+        add_generation_prompt: bool = False, marked: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
+        render = cast(Callable[..., Any], render_jinja_template)
+        try:
+            texts, marks = render(
+                [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=marked, **(self.tokenizer.special_tokens_map | self.options),
+            )  # fmt: skip
+        except TemplateSyntaxError as error:
+            raise UserError(f"the target's chat template is not valid: {error}") from error
+        except (TemplateError, TypeError, ValueError) as error:  # it raised one, or cannot use what the row holds
+            reason = " ".join(str(error).split())
+            raise Refused(f"the chat template refuses it: {reason[:LONGEST_REASON]}") from error
+        return texts[0], marks[0] if marked else []
