@@ -15,14 +15,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Like templates that drop the reasoning of earlier turns: an assistant turn is emptied once a user turn follows it.
-FORGETFUL = (
-    "{% set last = namespace(user=-1) %}"
-    "{% for message in messages %}{% if message['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
-    "{% endfor %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] != 'assistant' or loop.index0 > last.user %}{{ message['content'] }}{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @cache

@@ -1,11 +1,13 @@
 """What a chat template puts around the words of an assistant turn."""
 
+import re
 from dataclasses import dataclass
 
 from dflash_data.conversation import Message
 
 QUESTION, THOUGHT, ANSWER = "1618033988", "2718281828", "3141592653"  # no template changes the case of digits
 OPEN, CLOSE = "<think>", "</think>"
+BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Frame:
     @classmethod
     def seen(cls, prompt: str, answered: str, reasoned: str, end: str) -> "Frame":
         """Read it from a generation prompt, and from that turn with ANSWER and with THOUGHT and ANSWER."""
-        empty, opening, closing = "", None, CLOSE
+        empty, opening, closing = "", None, ""
         if answered.startswith(prompt):
             empty = answered[len(prompt) :].partition(ANSWER)[0]
         if reasoned.startswith(prompt) and THOUGHT in reasoned[len(prompt) :]:
@@ -36,55 +38,35 @@ class Frame:
         return cls(end, empty, opening, closing)
 
     def answer_at(self, words: str, message: Message) -> int | None:
-        """Where in a rendered turn the answer begins, behind any reasoning; None if the turn is not the message's."""
-        reasoning, answer, before = _parts(message)
+        """Where in a rendered turn the answer begins, behind any reasoning; None if the turn is not the message's.
+
+        Templates trim, so blanks are compared nowhere but inside the answer.
+        """
+        reasoning, answer, written = _parts(message)
         names = [call["function"]["name"] for call in message.get("tool_calls", [])]
-        if names:
-            return self._calls_at(words, reasoning, [answer, *names])
-        said = words.rstrip()
-        if not said.endswith(answer):
-            return None
-        front = said[: len(said) - len(answer)]
-        if front.strip() and answer.startswith(OPEN):
-            return None  # reasoning that was cut, behind another block of it
-        known = [before] if before else []
+        fronts = [written] if written else []
         if not reasoning:
-            known += ["", self.empty]
+            fronts += [self.empty, ""]
         elif self.opening is not None:
-            known.append(self.opening + reasoning + self.closing)
-        if _squeeze(front) not in map(_squeeze, known):
-            return None
-        return len(words) - len(words[len(front) :].lstrip()) if front.strip() else 0
-
-    def _calls_at(self, words: str, reasoning: str, parts: list[str]) -> int | None:
-        """How calls are written differs by template; they must name the functions, in order, behind the answer."""
-        at = self._reasoning_ends(words, reasoning)
-        if at is None:
-            return None
-        rest = words[at:].lstrip()
-        mark = (self.closing if reasoning else self.empty).strip()
-        if mark and rest.startswith(mark):
-            at = len(words) - len(rest.removeprefix(mark).lstrip())
-        begin = at
-        for part in parts:
-            found = words.find(part, at)
-            if found < 0:
-                return None
-            at = found + len(part)
-        return begin
-
-    def _reasoning_ends(self, words: str, reasoning: str) -> int | None:
-        begin = words.lstrip()
-        opening = next((o for o in ((self.opening or "").strip(), OPEN) if o and begin.startswith(o)), "")
-        found = words.find(reasoning, words.index(opening) + len(opening))  # its own mark may spell the reasoning
-        return None if found < 0 else found + len(reasoning)
+            fronts.append(self.opening + reasoning + self.closing)
+            if names:
+                fronts.append(self.opening + reasoning)  # some close it otherwise before a call
+        for front in fronts:
+            at = _skip(words, front)
+            # Reasoning that was cut has no end by which to tell it: a block of it behind another one was never written.
+            if at is None or (at and answer.startswith(OPEN)):
+                continue
+            if _says(words[at:].strip(), answer, names):
+                return BLANKS.match(words, at).end() if at else 0  # type: ignore[union-attr] - it matches anything
+        return None
 
     def cut_at(self, words: str, message: Message) -> int:
         """Where a turn ends that a limit cut: behind its words, or behind its reasoning if it got no further."""
-        reasoning, answer, _ = _parts(message)
+        reasoning, answer, written = _parts(message)
         if answer or message.get("tool_calls"):
             return len(words)
-        return self._reasoning_ends(words, reasoning) or len(words)
+        behind = None if written else _skip(words, (self.opening or "") + reasoning)
+        return len(words.rstrip()) if behind is None else behind
 
 
 def _parts(message: Message) -> tuple[str, str, str]:
@@ -100,6 +82,30 @@ def _parts(message: Message) -> tuple[str, str, str]:
     return inner.strip(), answer.strip(), thought + close
 
 
-def _squeeze(text: str) -> str:
-    """Without blanks: templates trim them."""
-    return "".join(text.split())
+def _skip(words: str, front: str) -> int | None:
+    """Where in a text another one that begins it ends, whatever blanks there are; None if it does not begin it."""
+    at = 0
+    for piece in front.split():
+        at = BLANKS.match(words, at).end()  # type: ignore[union-attr] - it matches anything
+        if not words.startswith(piece, at):
+            return None
+        at += len(piece)
+    return at
+
+
+def _says(words: str, answer: str, names: list[str]) -> bool:
+    """Whether a text is the answer; with calls, whether it begins with it and then names the functions, in order.
+
+    How calls are written differs by template.
+    """
+    if not names:
+        return words == answer
+    if not words.startswith(answer):
+        return False
+    at = len(answer)
+    for name in names:
+        found = words.find(name, at)
+        if found < 0:
+            return False
+        at = found + len(name)
+    return True
