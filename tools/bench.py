@@ -1,4 +1,4 @@
-"""Time training or drafting on random weights: python tools/bench.py step|decode preset=NAME key=value…
+"""Time training or drafting on random weights, or preparing data: python tools/bench.py step|decode|data key=value…
 
 Prints medians and spread; the last line is one JSON object. One process, FSDP2 over one rank.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bench_data import bench_data
 from bench_decode import bench_decode
 from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack, make_blocks
@@ -157,7 +158,7 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-BENCHES = {"step": bench_step, "decode": bench_decode}
+BENCHES = {"step": bench_step, "decode": bench_decode, "data": bench_data}
 
 
 def main(argv: list[str]) -> int:
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] in (["--help"], ["-h"], ["help"]):
         argv = ["step", "--help"]
     if not argv or argv[0] not in BENCHES:
-        raise UserError(f"the first word is {argv[0] if argv else 'missing'}; it takes {' or '.join(BENCHES)}")
+        raise UserError(f"the first word is {argv[0] if argv else 'missing'}; it takes {', '.join(BENCHES)}")
     result = BENCHES[argv[0]](argv[1:])
     print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}))
     return 0

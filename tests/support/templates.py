@@ -241,6 +241,13 @@ CHANNELS = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}
 """
+# The words of a turn have marks of their own, and every text ends with the header of an answer, as in Command R7B.
+WRAPPED = """
+{%- for turn in messages -%}
+    {{ '<|turn|>' + turn.role + '\n<|text|>' + turn.content + '<|/text|><|end|>' }}
+{%- endfor -%}
+{{ '<|turn|>assistant\n' }}
+"""
 
 
 @dataclass(frozen=True)
@@ -281,6 +288,7 @@ FAMILIES = {
         TWO_ENDS, ("<|end|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"),
         {"eos_token": "<|endoftext|>"},
     ),
+    "wrapped": Family(WRAPPED, ("<|end|>", "<|turn|>", "<|text|>", "<|/text|>"), {"eos_token": "<|end|>"}),
     "channels": Family(
         CHANNELS, ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
         {"eos_token": "<|return|>"},

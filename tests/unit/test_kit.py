@@ -1,113 +1,143 @@
 """Rows that broke other people's preparation, by value: what carries loss, or the reason why the row is dropped."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import prepare as prepare_tool
 from dflash_data.chat import load_tokenizer
 from dflash_data.conversation import Refused, as_document
-from dflash_data.encoder import Encoder
+from dflash_data.dataset import open_prepared
+from dflash_data.prepare import read_ledger
 from dflash_model import UserError
+from support.masks import CALL, OFF, encoder, masked_in
 from support.templates import family_tokenizer
 
+ROOT = Path(__file__).parents[2]
+END = "<|im_end|>"
+KIT_FILE = ROOT / "tests" / "support" / "kit.jsonl"
 
-def ask(question: Any, answer: Any, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+
+def ask(question: Any, answer: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-CLOCK = {"name": "get_time", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-CALL = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "Oslo"}}}
 KIT: dict[str, dict[str, Any]] = {
-    "K1": ask("Name a colour.", "Blue is a colour that many people name first."),
-    "K3": {"messages": []},
-    "K4": {"messages": [{"role": "assistant", "content": "Hello, what is it?"}, *ask("Count.", "One.")["messages"]]},
-    "K5": {"messages": [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Ready."}]},
-    "K6": {"messages": [{"role": "user", "content": "First part."}, *ask("What is 2+2?", "It is 4.")["messages"]]},
-    "K7": {"messages": [*ask("Two.", "Here is one.")["messages"], {"role": "assistant", "content": "And two."}]},
-    "K8": {
-        "tools": [{"type": "function", "function": CLOCK}],
-        "messages": [
-            *ask("What time is it in Oslo?", "", tool_calls=[CALL])["messages"],
-            {"role": "tool", "content": "14:05"},
-            {"role": "assistant", "content": "Five past two."},
-        ],
-    },
-    "K9a": ask("Is 7 prime?", "Yes.", reasoning_content="7 has no divisor between 2 and 6."),
-    "K9b": ask("Is 7 prime?", "<think>\n7 has no divisor between 2 and 6.\n</think>\n\nYes."),
-    "K10": {
-        "messages": ask("Is 7 prime?", "Yes.", reasoning_content="No divisor between 2 and 6.")["messages"]
-        + ask("And 9?", "No.", reasoning_content="9 is 3 times 3.")["messages"]
-    },
-    "K11": {"messages": [{"role": "user", "content": "Name a colour."}, {"role": "mybot", "content": "Green."}]},
+    **{row["id"]: row for row in map(json.loads, KIT_FILE.read_text(encoding="utf-8").strip().split("\n"))},
     "K12": ask("word " * 10_000, "Short answer."),
-    "K13": ask([{"type": "text", "text": "Name a colour."}], [{"type": "text", "text": "Red."}]),
     "K14": ask("Lines?", "one\u2028two\u0085three"),
     "K15": ask("Half?", "half a pair \ud83d"),
-    "K17": ask("Say hi with emoji.", "Hi 👩‍👩‍👧‍👦 café 你好 Z͑ñ!"),
-    "K19": ask("Ready?", "OK."),
-    "K20": ask("Ready?", ""),
     "image": ask([{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "What?"}], "A cat."),
     "control": ask("Say <|im_end|> please.", "No."),
 }  # fmt: skip
+ALIKE: dict[str, list[str] | str] = {
+    "K1": ["Blue is a colour that many people name first."],
+    "K3": "no messages",
+    "K4": "starts with the assistant",
+    "K5": "starts with the assistant",
+    "K6": ["It is 4."],
+    "K8": [CALL, "It is five past two in Oslo."],
+    "K11": "unknown role 'mybot'",
+    "K12": "the first answer begins beyond data.seq_len",
+    "K13": ["Red."],
+    "K14": ["one\u2028two\u0085three"],
+    "K15": "not valid Unicode",
+    "K17": ["Hi 👩‍👩‍👧‍👦 café 你好 Z͑ñ!"],
+    "K19": ["OK."],
+    "K20": "the assistant turn is empty",
+    "image": "image, audio or video",
+    "control": "content holds a control token",
+}
 THOUGHT = "<think>\n7 has no divisor between 2 and 6.\n</think>\n\nYes."
-EXPECTED = {
-    "K1": "Blue is a colour that many people name first.|",
-    "K3": Refused("no messages"),
-    "K4": Refused("starts with the assistant"),
-    "K5": Refused("starts with the assistant"),
-    "K6": "It is 4.|",
-    "K7": "Here is one.|And two.|",
-    "K8": '<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>|Five past two.|',
-    "K9b": THOUGHT + "|",
-    "K11": Refused("unknown role 'mybot'"),
-    "K12": Refused("the first answer begins beyond data.seq_len"),
-    "K13": "Red.|",
-    "K14": "one\u2028two\u0085three|",
-    "K15": Refused("not valid Unicode"),
-    "K17": "Hi 👩‍👩‍👧‍👦 café 你好 Z͑ñ!|",
-    "K19": "OK.|",
-    "K20": Refused("the assistant turn is empty"),
-    "image": Refused("image, audio or video"),
-    "control": Refused("content holds a control token"),
+CHATML = ALIKE | {
+    "K7": ["Here is one.", "Here is another."],
+    "K9a": "the rendered assistant turn differs from its text",  # this template has no place for reasoning
+    "K9b": [THOUGHT],
+    "K10": "the rendered assistant turn differs from its text",
 }
-REASONING = {
-    "K9a": THOUGHT + "|",
-    "K9b": THOUGHT + "|",  # the same, however it is spelled
-    "K10": "<think>\n9 is 3 times 3.\n</think>\n\nNo.|",  # the first is gone by then
+QWEN3 = ALIKE | {
+    "K7": "the chat template rewrites earlier turns",  # the first answer shows an empty block until the second follows
+    "K9a": [THOUGHT],
+    "K9b": [THOUGHT],  # the same, however it is spelled
+    "K10": ["<think>\n9 is 3 times 3.\n</think>\n\nNo."],  # the reasoning of the first turn is not shown any more
 }
+CASES = [(family, name, table[name]) for family, table in (("chatml", CHATML), ("qwen3", QWEN3)) for name in KIT]
 
 
-def supervised(family: str, row: dict[str, Any], **options: Any) -> str:
-    """What carries loss, an end-of-turn token as a bar."""
-    tokenizer = family_tokenizer(family)
-    encoded = Encoder(tokenizer=tokenizer, options=options, max_length=512)(as_document(row))
-    ids = [token for token, carries in zip(encoded.input_ids, encoded.loss_mask, strict=True) if carries]
-    return str(tokenizer.decode(ids)).replace("<|im_end|>", "|")
-
-
-def check(family: str, name: str, expected: str | Refused, **options: Any) -> None:
-    if isinstance(expected, Refused):
-        with pytest.raises(Refused) as caught:
-            supervised(family, KIT[name], **options)
-        assert caught.value.args == expected.args
+@pytest.mark.parametrize(("family", "name", "expected"), CASES, ids=[f"{family}-{name}" for family, name, _ in CASES])
+def test_each_row(family: str, name: str, expected: list[str] | str) -> None:
+    encode = encoder(family, max_length=512)
+    if isinstance(expected, list):
+        assert masked_in(encode, as_document(KIT[name])) == [said + END for said in expected]
     else:
-        assert supervised(family, KIT[name], **options) == expected
+        with pytest.raises(Refused) as caught:
+            encode(as_document(KIT[name]))
+        assert caught.value.args == (expected,)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_rows_of_the_kit(name: str) -> None:
-    check("chatml", name, EXPECTED[name])
-
-
-@pytest.mark.parametrize("name", REASONING)
-def test_reasoning_as_a_thinking_template_shows_it(name: str) -> None:
-    check("qwen3", name, REASONING[name])
-
-
-@pytest.mark.parametrize("name", ["K1", "K6", "K13", "K17", "K19"])
-def test_without_thinking_the_answer_alone_carries_loss(name: str) -> None:
+@pytest.mark.parametrize("name", ["K1", "K6", "K13", "K14", "K17", "K19"])
+def test_without_thinking_the_same_answer_carries_loss(name: str) -> None:
     """The empty block of reasoning stands in the prompt, as a server sends it."""
-    check("qwen3", name, EXPECTED[name], enable_thinking=False)
+    encode = encoder("qwen3", options=OFF)
+    assert masked_in(encode, as_document(KIT[name])) == [said + END for said in ALIKE[name]]
+
+
+# Whole files through the tool ----------------------------------------------------------------------------------------
+
+
+def prepare(folder: Path, rows: list[bytes], *more: str) -> None:
+    family_tokenizer("chatml").save_pretrained(folder / "target")
+    (folder / "kit.jsonl").write_bytes(b"\n".join(rows) + b"\n")
+    prepare_tool.main([
+        f"data.sources={folder / 'kit.jsonl'}", f"data.path={folder / 'out'}", f"target.tokenizer={folder / 'target'}",
+        "data.heldout_ratio=0", "data.seq_len=512", "data.prepare_workers=2", *more,
+    ])  # fmt: skip
+
+
+def line(name: str) -> bytes:
+    return json.dumps(KIT[name]).encode()
+
+
+def test_the_kit_and_a_cut_line_as_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [b"\xef\xbb\xbf" + line("K1"), line("K1")[:60], b"", *(line(name) for name in KIT), line("K1")]
+    prepare(tmp_path, rows)
+    ledger = read_ledger(tmp_path / "out")
+    kept = [name for name in KIT if isinstance(CHATML[name], list)]
+    reasons = {4 + place: CHATML[name] for place, name in enumerate(KIT) if name not in kept} | {2: "not a JSON row"}
+    assert ledger.rows_in == len(rows) - 1 == ledger.rows["train"] + ledger.dropped.total(), "the blank line is no row"
+    assert ledger.rows["train"] == len(kept) + 2
+    assert ledger.duplicates == 2, "K1 stands there three times"
+    dropped = [json.loads(text) for text in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert {row["line"]: row["reason"] for row in dropped} == reasons
+    assert f"{len(rows) - 1} rows in, {len(kept) + 2} kept, {len(reasons)} dropped" in capsys.readouterr().out
+    train = open_prepared(tmp_path / "out", seq_len=512, vocab_size=100_000).train
+    assert [train.source(row).rpartition(":")[2] for row in (0, len(train) - 1)] == ["1", str(len(rows))]
+
+
+def test_prompts_too_long_for_any_answer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none of 8 rows .*the first answer begins beyond data.seq_len: 8"):
+        prepare(tmp_path, [line("K12")] * 8, "data.seq_len=64")
+    assert not (tmp_path / "out").exists()
+    prepare(tmp_path, [line("K12"), line("K1")] * 4, "data.seq_len=64")
+    ledger = read_ledger(tmp_path / "out")
+    assert (ledger.rows["train"], ledger.dropped) == (4, {"the first answer begins beyond data.seq_len": 4})
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_the_last_turn_alone_if_asked(tmp_path: Path, turns: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path, [line("K7")], f"data.turns={turns}", "inspect=1")
+    shown = capsys.readouterr().out
+    assert (f"⟦Here is one.{END}⟧" in shown) == (turns == "all")
+    assert f"⟦Here is another.{END}⟧" in shown
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.turns is 'first'; it must be one of all, last"):
+        prepare(tmp_path, [line("K7")], "data.turns=first")
+    with pytest.raises(UserError, match=r"data\.last_turn_only"):
+        prepare(tmp_path, [line("K7")], "data.last_turn_only=true")
 
 
 def test_a_missing_tokenizer_is_named() -> None:

@@ -1,6 +1,7 @@
 """What a chat template puts around the words of an assistant turn."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_data.conversation import Message
@@ -19,15 +20,17 @@ class Frame:
         empty: before the words of a last turn without reasoning; in some templates an empty block of reasoning.
         opening: before reasoning; None if the template leaves reasoning out.
         closing: between reasoning and answer.
+        tail: between answer and ``end``.
     """
 
     end: str
     empty: str
     opening: str | None
     closing: str
+    tail: str
 
     @classmethod
-    def seen(cls, prompt: str, answered: str, reasoned: str, end: str) -> "Frame":
+    def seen(cls, prompt: str, answered: str, reasoned: str, end: str, tail: str) -> "Frame":
         """Read it from a generation prompt, and from that turn with ANSWER and with THOUGHT and ANSWER."""
         empty, opening, closing = "", None, ""
         if answered.startswith(prompt):
@@ -35,38 +38,69 @@ class Frame:
         if reasoned.startswith(prompt) and THOUGHT in reasoned[len(prompt) :]:
             opening, _, behind = reasoned[len(prompt) :].partition(THOUGHT)
             closing = behind.partition(ANSWER)[0]
-        return cls(end, empty, opening, closing)
+        return cls(end, empty, opening, closing, tail)
 
-    def answer_at(self, words: str, message: Message) -> int | None:
-        """Where in a rendered turn the answer begins, behind any reasoning; None if the turn is not the message's.
+    def places(self, words: str, message: Message) -> tuple[int, int] | None:
+        """Where in a rendered turn the message's own words begin, and where its answer does, behind any reasoning.
 
-        Templates trim, so blanks are compared nowhere but inside the answer.
+        An empty block of reasoning that only the template wrote is nobody's words: the target would reason there, or
+        find the block in its prompt. Templates trim, so blanks are compared nowhere but inside the answer.
+
+        Returns:
+            None if the turn is not the message's.
         """
-        reasoning, answer, written = _parts(message)
+        _, answer, _ = _parts(message)
         names = [call["function"]["name"] for call in message.get("tool_calls", [])]
-        fronts = [written] if written else []
-        if not reasoning:
-            fronts += [self.empty, ""]
-        elif self.opening is not None:
-            fronts.append(self.opening + reasoning + self.closing)
-            if names:
-                fronts.append(self.opening + reasoning)  # some close it otherwise before a call
-        for front in fronts:
+        for front, own in self._fronts(message):
             at = _skip(words, front)
             # Reasoning that was cut has no end by which to tell it: a block of it behind another one was never written.
-            if at is None or (at and answer.startswith(OPEN)):
+            if at is None or (CLOSE in front and answer.startswith(OPEN)):
                 continue
-            if _says(words[at:].strip(), answer, names):
-                return BLANKS.match(words, at).end() if at else 0  # type: ignore[union-attr] - it matches anything
+            if self._says(words[at:].strip(), answer, names):
+                behind = BLANKS.match(words, at).end() if at else 0  # type: ignore[union-attr] - it matches anything
+                return 0 if own else behind, behind
         return None
+
+    def _fronts(self, message: Message) -> Iterator[tuple[str, bool]]:
+        """What may stand before an answer, and whether it is more than the template's empty block of reasoning."""
+        reasoning, _, written = _parts(message)
+        if written:
+            yield written, True
+        if written and CLOSE not in self.empty:
+            yield self.empty + written, True
+        if not reasoning:
+            yield self.empty, bool(written) or CLOSE not in self.empty
+            yield "", True
+        elif self.opening is not None:
+            yield self.opening + reasoning + self.closing, True
+            if message.get("tool_calls"):
+                yield self.opening + reasoning, True  # some close it otherwise before a call
 
     def cut_at(self, words: str, message: Message) -> int:
         """Where a turn ends that a limit cut: behind its words, or behind its reasoning if it got no further."""
         reasoning, answer, written = _parts(message)
         if answer or message.get("tool_calls"):
-            return len(words)
+            return len(words.removesuffix(self.tail))
         behind = None if written else _skip(words, (self.opening or "") + reasoning)
         return len(words.rstrip()) if behind is None else behind
+
+    def _says(self, words: str, answer: str, names: list[str]) -> bool:
+        """Whether a text is the answer; with calls, whether it begins with it and then names the functions, in order.
+
+        How calls are written differs by template.
+        """
+        tail = self.tail.strip()
+        if not names:
+            return words.endswith(tail) and words.removesuffix(tail).rstrip() == answer
+        if not words.startswith(answer):
+            return False
+        at = len(answer)
+        for name in names:
+            found = words.find(name, at)
+            if found < 0:
+                return False
+            at = found + len(name)
+        return True
 
 
 def _parts(message: Message) -> tuple[str, str, str]:
@@ -91,21 +125,3 @@ def _skip(words: str, front: str) -> int | None:
             return None
         at += len(piece)
     return at
-
-
-def _says(words: str, answer: str, names: list[str]) -> bool:
-    """Whether a text is the answer; with calls, whether it begins with it and then names the functions, in order.
-
-    How calls are written differs by template.
-    """
-    if not names:
-        return words == answer
-    if not words.startswith(answer):
-        return False
-    at = len(answer)
-    for name in names:
-        found = words.find(name, at)
-        if found < 0:
-            return False
-        at = found + len(name)
-    return True

@@ -95,13 +95,13 @@ class Renderer:
         begin = start = len(prompt)
         for control in self._ends(text, begin, conversation, index):
             words = text[begin : control.start()]
-            answer_at = frame.answer_at(words, message)
-            if answer_at is not None:
+            places = frame.places(words, message)
+            if places is not None:
                 break
         else:
             raise Refused("the rendered assistant turn differs from its text")
-        if not reasoning:
-            start += answer_at
+        words_at, answer_at = places
+        start += words_at if reasoning else answer_at
         if mark is not None:  # the template's author may have left out more, but nothing of the prompt is generated
             if mark[0] > control.start() or mark[1] < begin:
                 raise Refused("the chat template's generation marks miss the assistant turn")
@@ -123,11 +123,11 @@ class Renderer:
         if first.group() == end:
             return [first]
         upto = self._render(conversation.messages[: index + 1], conversation)
-        if not text.startswith(upto):
+        length, found = len(upto.rstrip()), list(self.controls.finditer(upto, begin))
+        found = [control for control in found if control.group() == end or control.end() == length]
+        if not any(text.startswith(upto[: control.end()]) for control in found):
             raise Refused("the chat template rewrites earlier turns")
-        length = len(upto.rstrip())
-        found = self.controls.finditer(upto, begin)
-        return [control for control in found if control.group() == end or control.end() == length]
+        return [control for control in found if text.startswith(upto[: control.end()])]
 
     @cached_property
     def _frames(self) -> dict[str, Frame]:
@@ -141,9 +141,25 @@ class Renderer:
             prompt, _ = self._apply(template, asked, None, add_generation_prompt=True)
             answered, _ = self._apply(template, [*asked, plain], None)
             reasoned, _ = self._apply(template, [*asked, plain | {"reasoning_content": THOUGHT}], None)
-            end = self.controls.match(answered.partition(ANSWER)[2].lstrip())
-            self._frames[template] = Frame.seen(prompt, answered, reasoned, end.group() if end else "")
+            followed, _ = self._apply(template, [*asked, plain, *asked], None)
+            end, tail = self._end(answered.partition(ANSWER)[2], followed.partition(ANSWER)[2])
+            self._frames[template] = Frame.seen(prompt, answered, reasoned, end, tail)
         return self._frames[template]
+
+    def _end(self, after: str, followed: str) -> tuple[str, str]:
+        """The token that ends a turn, and what stands before it.
+
+        Some templates close a part of the turn first; some end the whole conversation behind the turn, or begin the
+        next. So it is the last token that stands behind the words of a last turn and of an earlier one, or the
+        end-of-text token among them. In some templates they share none.
+        """
+        found = list(self.controls.finditer(after))
+        shared = [control for control in found if followed.startswith(after[: control.end()])]
+        named = [control for control in shared if control.group() == self.tokenizer.eos_token]
+        end = next(iter([*named, *shared[::-1], *found]), None)
+        if end is None or after[: found[0].start()].strip():  # words of the template's own are nobody's answer
+            return end.group() if end else "", ""
+        return end.group(), after[: end.start()]
 
     def _template(self, conversation: Conversation) -> str:
         if not self.tokenizer.chat_template:
