@@ -118,8 +118,9 @@ def expectation(  # noqa: C901 - the rules of all families, one after the other
         elif not turn.complete or (turn.block_end > begin and unclosed(message) and name != "wrapped"):
             reason = "the rendered assistant turn differs from its text"
         else:
-            if turn.block_end > begin and not (encode.reasoning and (name == "wrapped" or writes_block(message))):
-                begin = turn.end - len(page.text[turn.block_end : turn.end].lstrip())
+            shown = page.text[begin : turn.block_end]
+            if "</think>" in shown and not (encode.reasoning and writes_block(message)):
+                begin = turn.block_end
             before = tokenizer.encode(page.text[:begin], add_special_tokens=False)
             joined = tokenizer.encode(page.text[: turn.end], add_special_tokens=False)[: len(before)] != before
             if joined and index != last:

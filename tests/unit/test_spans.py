@@ -78,7 +78,7 @@ def test_reasoning_can_be_left_without_loss() -> None:
         encode = encoder(name, reasoning=False)
         for turn in (REASONED, talk("", "Yes.")[1], talk("", "<think>No.</think>Yes.")[1]):
             assert masked_in(encode, [*talk("7?"), turn]) == ["Yes.<|im_end|>"]
-    assert masked_in(encoder(reasoning=False), talk("7?", "<think>No.</think>\n\nYes.")) == ["Yes.<|im_end|>"]
+    assert masked_in(encoder(reasoning=False), talk("7?", "<think>No.</think> Yes.")) == [" Yes.<|im_end|>"]
     assert masked_in(encoder(reasoning=False), talk("7?", "\n Yes.")) == ["\n Yes.<|im_end|>"], "no block, no change"
     assert masked_in(encoder("channels", reasoning=False), [*talk("7?"), REASONED]) == ["Yes.<|return|>"]
 
@@ -199,9 +199,50 @@ def test_a_template_may_close_the_words_before_the_end_token() -> None:
     wrapped = ["<|text|>b<|/text|><|end|>", "<|text|>d<|/text|><|end|>"]
     assert masked_in(encoder("wrapped"), turns) == wrapped
     assert masked_in(encoder("wrapped"), Conversation(turns, ended=False)) == [wrapped[0], "<|text|>d"]
-    assert masked_in(encoder("wrapped", reasoning=False), turns) == ["b<|/text|><|end|>", "d<|/text|><|end|>"]
+    assert masked_in(encoder("wrapped", reasoning=False), turns) == wrapped, "that mark is no reasoning"
     inside = talk("a", "<think>b</think>c")
     assert masked_in(encoder("wrapped"), inside) == ["<|text|><think>b</think>c<|/text|><|end|>"]
+
+
+def test_a_template_that_always_ends_with_the_header_of_an_answer() -> None:
+    """As Llama 3 was first published, with another token as the end of a text."""
+    header = "<|start_header_id|>' + {} + '<|end_header_id|>\n\n"
+    template = "{%- for turn in messages -%}{{ '" + header.format("turn.role") + "' + turn.content + '<|eot_id|>' }}"
+    template += "{%- endfor -%}{{ '" + header.format("'assistant'") + "' }}"
+    encode = encoder("llama3", template=template)
+    encode.tokenizer.eos_token = "<|end_of_text|>"
+    assert masked_in(encode, talk("a", "b", "c", "d")) == ["b<|eot_id|>", "d<|eot_id|>"]
+
+
+def test_blanks_before_an_answer_are_its_own() -> None:
+    for name in ("qwen3", "qwen35"):
+        said = masked_in(encoder(name), talk("a", "  - one\n  - two"))
+        assert said == [("  - one" if name == "qwen3" else "- one") + "\n  - two<|im_end|>"], "the second trims"
+    encode = encoder("qwen3")
+    encoded, off = (e(Conversation(talk("a", " Paris"))) for e in (encode, encoder("qwen3", options=OFF)))
+    assert (encoded.input_ids, encoded.loss_mask) == (off.input_ids, off.loss_mask), "as a server without thinking"
+
+
+def test_the_content_may_close_the_block_that_the_prompt_opens() -> None:
+    template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    )
+    template += "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>' }}{%- endif -%}"
+    assert masked_in(encoder(template=template), talk("a", "<think>Hm.</think>Yes.")) == ["Hm.</think>Yes.<|im_end|>"]
+
+
+def test_a_template_without_a_generation_prompt_is_refused() -> None:
+    template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    )
+    assert refusal(encoder(template=template), talk("a", "b")) == "the chat template has no generation prompt"
+
+
+def test_marks_of_turns_that_are_not_called_special_are_control_tokens_too() -> None:
+    encode = encoder(template=CHATML.replace("<|im_start|>", "<<turn>>").replace("<|im_end|>", "<<end>>"))
+    encode.tokenizer.add_tokens(["<<turn>>", "<<end>>", "<tool_call>"])
+    assert masked_in(encode, talk("a", "b <tool_call>")) == ["b <tool_call><<end>>"]
+    assert refusal(encode, talk("a<<turn>>", "b")) == "content holds a control token"
 
 
 def test_a_template_that_ends_earlier_turns_in_another_way() -> None:

@@ -21,6 +21,8 @@ class Frame:
         opening: before reasoning; None if the template leaves reasoning out.
         closing: between reasoning and answer.
         tail: between answer and ``end``.
+        opened: whether the generation prompt opens a block of reasoning.
+        headless: whether there is no generation prompt: the target would write the turn's header itself.
     """
 
     end: str
@@ -28,6 +30,8 @@ class Frame:
     opening: str | None
     closing: str
     tail: str
+    opened: bool
+    headless: bool = False
 
     @classmethod
     def seen(cls, prompt: str, answered: str, reasoned: str, end: str, tail: str) -> "Frame":
@@ -38,7 +42,7 @@ class Frame:
         if reasoned.startswith(prompt) and THOUGHT in reasoned[len(prompt) :]:
             opening, _, behind = reasoned[len(prompt) :].partition(THOUGHT)
             closing = behind.partition(ANSWER)[0]
-        return cls(end, empty, opening, closing, tail)
+        return cls(end, empty, opening, closing, tail, opened=prompt.rstrip().endswith(OPEN))
 
     def places(self, words: str, message: Message) -> tuple[int, int] | None:
         """Where in a rendered turn the message's own words begin, and where its answer does, behind any reasoning.
@@ -57,15 +61,22 @@ class Frame:
             if at is None or (CLOSE in front and answer.startswith(OPEN)):
                 continue
             if self._says(words[at:].strip(), answer, names):
-                behind = BLANKS.match(words, at).end() if at else 0  # type: ignore[union-attr] - it matches anything
+                behind = at + self._blanks(words, at) if CLOSE in front or message.get("reasoning_content") else 0
                 return 0 if own else behind, behind
         return None
+
+    def _blanks(self, words: str, at: int) -> int:
+        """How many of the blanks behind a block of reasoning are the template's; further ones are the answer's own."""
+        own = {front[len(front.rstrip()) :] for front in (self.closing, self.empty)}
+        return max((len(blanks) for blanks in own if words.startswith(blanks, at)), default=0)
 
     def _fronts(self, message: Message) -> Iterator[tuple[str, bool]]:
         """What may stand before an answer, and whether it is more than the template's empty block of reasoning."""
         reasoning, _, written = _parts(message)
         if written:
             yield written, True
+        if written and self.opened:
+            yield written.partition(OPEN)[2], True
         if written and CLOSE not in self.empty:
             yield self.empty + written, True
         if not reasoning:

@@ -7,7 +7,7 @@ template puts around them (``Frame``). Generation markers can only narrow that.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -47,10 +47,23 @@ class Renderer:
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
-        """The special tokens; where one begins another, the longer, as tokenizers do."""
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        """The special tokens, and those that the template puts around turns; where one begins another, the longer."""
+        known, shown = self.tokenizer.added_tokens_decoder.values(), self._plain
+        added = [token.content for token in known if token.special or token.content in shown]
         tokens = {*added, *self.tokenizer.all_special_tokens}.difference(NO_CONTROL)  # the latter alone lack most
         return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+
+    @cached_property
+    def _plain(self) -> str:
+        """A plain conversation as the template shows it; empty if it cannot."""
+        asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+        if not self.tokenizer.chat_template:
+            return ""
+        try:
+            template = self._template(Conversation([asked, answered, asked]))
+            return self._apply(template, [asked, answered, asked], None)[0]
+        except (Refused, UserError):  # a row that needs the template meets the same error and reports it
+            return ""
 
     def spans(self, conversation: Conversation, *, only_last: bool, reasoning: bool) -> tuple[str, list[Span]]:
         """The rendered conversation, which ends with an assistant turn, and its parts with loss.
@@ -106,6 +119,8 @@ class Renderer:
             if mark[0] > control.start() or mark[1] < begin:
                 raise Refused("the chat template's generation marks miss the assistant turn")
             start = max(start, mark[0])
+        elif frame.headless:
+            raise Refused("the chat template has no generation prompt")
         if index == len(messages) - 1 and not conversation.ended:  # a limit ended that turn, not the target
             return Span(start, begin + frame.cut_at(words, message), "")
         return Span(start, control.end(), control.group())
@@ -143,18 +158,25 @@ class Renderer:
             reasoned, _ = self._apply(template, [*asked, plain | {"reasoning_content": THOUGHT}], None)
             followed, _ = self._apply(template, [*asked, plain, *asked], None)
             end, tail = self._end(answered.partition(ANSWER)[2], followed.partition(ANSWER)[2])
-            self._frames[template] = Frame.seen(prompt, answered, reasoned, end, tail)
+            frame = Frame.seen(prompt, answered, reasoned, end, tail)
+            headless = self._opens_turn(frame.empty) and prompt == self._apply(template, asked, None)[0]
+            self._frames[template] = replace(frame, headless=headless)
         return self._frames[template]
+
+    def _opens_turn(self, text: str) -> bool:
+        """Whether a control token in a text is followed by a name at once, as in ``<|im_start|>assistant``."""
+        return any(text[control.end() : control.end() + 1].isalpha() for control in self.controls.finditer(text))
 
     def _end(self, after: str, followed: str) -> tuple[str, str]:
         """The token that ends a turn, and what stands before it.
 
         Some templates close a part of the turn first; some end the whole conversation behind the turn, or begin the
-        next. So it is the last token that stands behind the words of a last turn and of an earlier one, or the
-        end-of-text token among them. In some templates they share none.
+        next. So it is the last token that stands behind the words of a last turn and of an earlier one and does not
+        open a turn, or the end-of-text token among them. In some templates they share none.
         """
         found = list(self.controls.finditer(after))
         shared = [control for control in found if followed.startswith(after[: control.end()])]
+        shared = [control for control in shared if not after[control.end() : control.end() + 1].isalpha()]
         named = [control for control in shared if control.group() == self.tokenizer.eos_token]
         end = next(iter([*named, *shared[::-1], *found]), None)
         if end is None or after[: found[0].start()].strip():  # words of the template's own are nobody's answer
