@@ -15,11 +15,18 @@ ROWS = pytest.StashKey[dict[tuple[str, str], tuple[float, float]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=2, help="runs that are killed at random moments")
     parser.addoption("--agreement", help="write what was held against what, with the largest difference, to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = {}
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    """How often the kill-anywhere test is repeated."""
+    return int(request.config.getoption("--kills"))
 
 
 @pytest.fixture

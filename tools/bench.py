@@ -1,164 +1,18 @@
-"""Time training or drafting on random weights, or preparing data: python tools/bench.py step|decode|data key=value…
+"""Time a part of the system: python tools/bench.py step|decode|checkpoint|data key=value… (step --help lists the keys)
 
-Prints medians and spread; the last line is one JSON object. One process, FSDP2 over one rank.
+Prints medians and spread; the last line is one JSON object.
 """
 
 import json
-import statistics
-import time
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
+from bench_checkpoint import bench_checkpoint
 from bench_data import bench_data
 from bench_decode import bench_decode
-from dflash_data.ends import FrozenEnds
-from dflash_data.packs import HiddenPack, make_blocks
-from dflash_data.schedule import Stream, WorkItem
-from dflash_model import Drafter, DrafterConfig, UserError
-from dflash_model.blocks import default_gamma, sample_anchors
-from dflash_model.config import FULL, SLIDING
-from dflash_train.cli import parse, run_tool
-from dflash_train.config import OptimizerSection, key
-from dflash_train.flops import pack_flops
-from dflash_train.job import DTYPES
-from dflash_train.parallelize import fill_sharded, parallelize_drafter
-from dflash_train.step import DraftStep, Tally
-from dflash_train.titan import apply_gradients, build_optimizer
+from bench_step import bench_step
+from dflash_model import UserError
+from dflash_train.cli import run_tool
 
-SIZES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936, "num_target_layers": 36},
-    "qwen3.6-27b": {"hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248320, "num_target_layers": 64},
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_target_layers": 8},
-}
-
-
-@dataclass
-class StepBench:
-    """One drafter step: forward, loss, backward, clip, AdamW."""
-
-    config: str = key("", "YAML file that the other keys override")
-    preset: str = key("qwen3-8b", "sizes: qwen3-8b, qwen3.6-27b or tiny")
-    num_layers: int = key(5, "drafter layers")
-    num_sliding_layers: int = key(0, "of which sliding, window 2048")
-    block_size: int = key(16, "K")
-    seq_len: int = key(4096, "S")
-    anchors: int = key(512, "A")
-    documents: int = key(1, "documents the row is cut into")
-    dtype: str = key("bfloat16", "compute type; masters are fp32")
-    compile: bool = key(True, "compile the layers")
-    chunk_rows: int = key(1024, "slots whose logits exist at once")
-    warmup: int = key(5, "steps not counted")
-    repeats: int = key(20, "steps counted")
-    profile: str = key("", "write a table of kernel times to this file")
-
-
-def random_pack(bench: StepBench, config: DrafterConfig, device: torch.device, seed: int) -> HiddenPack:
-    """A fully supervised row with random features."""
-    rng = np.random.default_rng(seed)
-    doc = (np.arange(bench.seq_len) * bench.documents // bench.seq_len).astype(np.int32)
-    starts = np.flatnonzero(np.diff(doc, prepend=-1))
-    position = (np.arange(bench.seq_len) - starts[doc]).astype(np.int32)
-    ids, mask = (
-        rng.integers(0, config.vocab_size, bench.seq_len).astype(np.int32),
-        np.ones(bench.seq_len, dtype=np.bool_),
-    )
-    anchors = sample_anchors(mask, doc, bench.anchors, rng)
-    host = make_blocks(ids, mask, doc, anchors, bench.anchors, config.block_size, default_gamma(config.block_size))
-    host |= {"input_ids_S": torch.from_numpy(ids), "position_S": torch.from_numpy(position)}
-    tensors = {name: tensor.to(device) for name, tensor in host.items()}
-    tensors["context_SE"] = torch.randn(bench.seq_len, config.context_size, device=device, dtype=DTYPES[bench.dtype])
-    return HiddenPack(WorkItem(0, Stream.TRAIN, seed), tensors, host, {})
-
-
-def measured_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product of random numbers, here and now."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = timed(lambda: a @ b, device, warmup=3, repeats=10)
-    return 2 * size**3 / statistics.median(times)
-
-
-def timed(call: Any, device: torch.device, *, warmup: int, repeats: int) -> list[float]:  # noqa: ANN401
-    """Seconds of each repeat, synchronised."""
-    times = []
-    for index in range(warmup + repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if index >= warmup:
-            times.append(time.perf_counter() - began)
-    return times
-
-
-def bench_step(argv: list[str]) -> dict[str, Any]:
-    """Build, run, measure."""
-    bench = parse(StepBench, argv, __doc__ or "")
-    if bench.preset not in SIZES:
-        raise UserError(f"preset is {bench.preset}; it takes {', '.join(SIZES)}")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
-    sizes, sliding = SIZES[bench.preset], bench.num_sliding_layers
-    config = DrafterConfig(
-        **sizes, num_layers=bench.num_layers, num_heads=32, num_kv_heads=8, head_dim=128,
-        target_layer_ids=tuple(range(1, 6)), block_size=bench.block_size, mask_token_id=sizes["vocab_size"] - 1,
-        layer_types=(SLIDING,) * sliding + (FULL,) * (bench.num_layers - sliding), sliding_window=2048,
-    )  # fmt: skip
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    parallelize_drafter(drafter, DeviceMesh(device.type, [0]), dtype=DTYPES[bench.dtype], compile_layers=bench.compile)
-    drafter.to_empty(device=device)
-    fill_sharded(drafter, Drafter.initial_tensors(config, torch.Generator().manual_seed(0)))
-    optimizers, schedule = build_optimizer(drafter, OptimizerSection(), steps=1000)
-    with torch.device(device):
-        embed, head = (
-            torch.randn(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]) * std for std in (1.0, 0.02)
-        )
-    step = DraftStep(
-        drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows, sparse=device.type == "cuda"
-    )
-    packs = [random_pack(bench, config, device, seed) for seed in range(4)]
-    tally, calls = Tally(config.block_size, device), iter(range(10**9))
-
-    def one_step() -> None:
-        loss_sum, weight_sum = step.loss(packs[next(calls) % len(packs)], tally)
-        loss_sum.backward()
-        apply_gradients(drafter, optimizers, schedule, scale=1 / weight_sum, max_norm=1.0)
-
-    times = timed(one_step, device, warmup=bench.warmup, repeats=bench.repeats)
-    flops, ceiling = pack_flops(config, bench.seq_len, bench.anchors), measured_ceiling(device, DTYPES[bench.dtype])
-    if bench.profile and device.type == "cuda":
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-        ) as profile:
-            one_step()
-            torch.cuda.synchronize()
-        with open(bench.profile, "w") as file:
-            file.write(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=60))
-    median = statistics.median(times)
-    return {
-        "bench": "step", "preset": bench.preset, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": sliding,
-        "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
-        "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
-        "achieved_tflop_s": flops / median / 1e12,
-        "ceiling_tflop_s": ceiling / 1e12, "share_of_ceiling": flops / median / ceiling,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
-        "loss": float(tally.sums[0] / tally.sums[1]),
-    }  # fmt: skip
-
-
-BENCHES = {"step": bench_step, "decode": bench_decode, "data": bench_data}
+BENCHES = {"step": bench_step, "decode": bench_decode, "checkpoint": bench_checkpoint, "data": bench_data}
 
 
 def main(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 With inspect=N also shows N of them, what carries loss marked.
 """
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_data.chat import load_tokenizer
 from dflash_data.dataset import open_prepared
-from dflash_data.prepare import Ledger, Recipe, Source, prepare
-from dflash_data.sources import check_sources
+from dflash_data.prepare import DROPPED, Ledger, Recipe, Source, prepare
+from dflash_data.sources import NO_ARRAY, UNREADABLE, check_sources
 from dflash_data.target import find_target
 from dflash_model import UserError
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import DataSection, RunConfig, key
+from dflash_train.job import check_row_length
 
 DEMO = str(Path(__file__).parent / "configs" / "demo.yaml")
 GREEN, PLAIN = "\033[92m", "\033[0m"
@@ -39,6 +41,9 @@ def main(argv: list[str]) -> int:
     source = config.target.tokenizer or find_target(config.target.path, config.target.config).folder
     if source is None:
         raise UserError("target.path is missing; its tokenizer and chat template are needed to prepare data")
+    check_row_length(data.seq_len)
+    if not 0 <= data.heldout_ratio < 1:
+        raise UserError(f"data.heldout_ratio is {data.heldout_ratio}; it must be at least 0 and less than 1")
     if data.prepare_workers < 0 or config.inspect < 0:
         raise UserError(f"data.prepare_workers is {data.prepare_workers}, inspect {config.inspect}; both are 0 or more")
     out, tokenizer = Path(data.path).expanduser(), load_tokenizer(source)
@@ -50,6 +55,9 @@ def main(argv: list[str]) -> int:
     ledger, reused = prepare(sources, out, tokenizer, recipe, workers=data.prepare_workers or os.cpu_count() or 1)
     print(f"{out}: {'unchanged, reused' if reused else 'replaced' if existed else 'written'}")
     print(summary(ledger))
+    for row in map(json.loads, (out / DROPPED).read_text().splitlines()):
+        if row["reason"] in (UNREADABLE, NO_ARRAY):
+            print(f"  WARNING: {row['file']} was read up to row or line {row['line'] - 1} only: {row['reason']}")
     if config.inspect:
         show(out, tokenizer, config.inspect, data.seq_len)
     return 0

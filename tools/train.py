@@ -1,16 +1,20 @@
 """Train a drafter: torchrun --nproc-per-node N tools/train.py config=FILE key=value …"""
 
 import os
-import sys
 import traceback
 from pathlib import Path
 
-from dflash_train.channel import ChannelError
+from dflash_model import UserError
+from dflash_train.channel import ChannelError, first_line
+from dflash_train.checkpoint import CheckpointError
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import RunConfig
 from dflash_train.dryrun import report
 from dflash_train.job import check_job
 from dflash_train.run import leave, run_job
+from dflash_train.situation import Situation
+from dflash_train.stop import Stop
+from dflash_train.trainer import SkippedStepsError
 
 DEMO = str(Path(__file__).parent / "configs" / "demo.yaml")
 
@@ -22,17 +26,19 @@ def main(argv: list[str]) -> int:
         print(report(check_job(config, None)))
         return 0
     job = check_job(config, int(os.environ.get("WORLD_SIZE", "1")))
+    stop, situation = Stop(), Situation.of(job.split, int(os.environ.get("RANK", "0")))
+    stop.listen(situation)
     try:
-        run_job(job)
-        leave()
-    except ChannelError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        run_job(job, stop, situation)
+        leave(stop)
+    except UserError:
+        raise
+    except (ChannelError, CheckpointError, SkippedStepsError) as error:
+        situation.last_words(str(error))
         return 1
-    except RuntimeError:
-        rank = int(os.environ.get("RANK", "0"))
-        role = "drafter" if job.split.drafter_rank(rank) is not None else "target"
+    except Exception as error:  # the last line must say who failed at what
         traceback.print_exc()
-        print(f"error: {role} rank {rank} failed (traceback above)", file=sys.stderr, flush=True)
+        situation.last_words(f"{type(error).__name__}: {first_line(error)} (traceback above)")
         return 1
     return 0
 

@@ -14,6 +14,7 @@ from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Stream, WorkItem
 from dflash_train.channel import ChannelError, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.mesh import Split
+from dflash_train.stop import Stop
 from support.ranks import run_ranks
 
 LAYOUT = PackLayout(seq_len=128, num_anchors=16, block_size=8, context_size=24, context_dtype=torch.bfloat16)
@@ -31,7 +32,10 @@ def made(item: WorkItem) -> MadePack:
 
 
 def schedule(steps: int) -> Schedule:
-    return Schedule(start_step=0, num_steps=steps, packs_per_step=6, heldout_packs=3, evaluate_interval=2)
+    return Schedule(
+        start_step=0, start_pack=0, evaluated=False, num_steps=steps, packs_per_step=6, heldout_packs=3,
+        evaluate_interval=2,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (2, 1), (1, 3), (5, 3)])
@@ -42,7 +46,7 @@ def test_every_pack_arrives_in_order_whatever_the_speeds(targets: int, drafters:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         if rank < targets:
-            sender = SendingChannel(LAYOUT, split, group, CPU, TIMEOUTS)
+            sender = SendingChannel(LAYOUT, split, group, device=CPU, timeouts=TIMEOUTS, stop=Stop())
             for item in plan.for_target(rank, targets):
                 if item.stream is not Stream.PADDING:
                     time.sleep(0.002 * (rank == 1))  # one slow target
@@ -76,7 +80,7 @@ def test_a_slow_drafter_holds_the_target_back(tmp_path: Path) -> None:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         if rank == 0:
-            sender = SendingChannel(LAYOUT, split, group, CPU, TIMEOUTS)
+            sender = SendingChannel(LAYOUT, split, group, device=CPU, timeouts=TIMEOUTS, stop=Stop())
             for item in plan.for_target(0, 1):
                 sender.send(made(item))
                 sent.value += 1
@@ -107,7 +111,7 @@ def test_a_dead_drafter_is_named(tmp_path: Path) -> None:
         if rank == 1:
             ReceivingChannel(LAYOUT, plan, split, group=group, device=CPU, depth=2, timeouts=TIMEOUTS).receive()
             os._exit(9)
-        sender = SendingChannel(LAYOUT, split, group, CPU, TIMEOUTS)
+        sender = SendingChannel(LAYOUT, split, group, device=CPU, timeouts=TIMEOUTS, stop=Stop())
         try:
             for item in plan.for_target(0, 1):
                 sender.send(made(item))

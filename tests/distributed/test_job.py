@@ -1,15 +1,12 @@
 """Whole jobs on forked gloo ranks: every split is the same run, and so is a resumed one."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -18,62 +15,10 @@ from dflash_train.cli import parse
 from dflash_train.config import RunConfig
 from dflash_train.job import check_job
 from dflash_train.run import run_job
+from support.jobs import QWEN3, QWEN3_5, STEPS, evaluations, logged, run, settings
 from support.ranks import run_ranks
-from support.tiny import DENSE, HYBRID
 
-STEPS = 4
 ROOT = Path(__file__).parents[2]
-
-
-def settings(folder: Path, model: dict[str, Any], **changes: Any) -> list[str]:
-    """A small job: 6 packs a step, a line and an evaluation every step or two, data and target shared by all runs."""
-    config = {
-        "run": {"dir": str(folder / "run")},
-        "target": {"dtype": "float32", "config": model},
-        "drafter": {"num_layers": 2, "target_layer_ids": [0, 1, 2], "block_size": 8, "mask_token_id": 130,
-                    "num_sliding_layers": 1, "sliding_window": 32},
-        "data": {"path": str(folder.parent / "data"), "synthetic_documents": 24,
-                 "seq_len": 128, "anchors_per_pack": 32},
-        "trainer": {"steps": STEPS, "packs_per_step": 6, "dtype": "float32", "compile": False},
-        "optimizer": {"lr": 3e-3},
-        "evaluate": {"interval": 2},
-        "checkpoint": {"interval": 1, "keep": 9},
-        "log": {"interval": 1},
-        "channel": {"timeout_seconds": 30, "start_timeout_seconds": 60},
-        "mesh": {"device": "cpu"},
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.yaml").write_text(json.dumps(config))
-    return [f"config={folder / 'job.yaml'}", *(f"{name}={value}" for name, value in changes.items())]
-
-
-def run(folder: Path, world_size: int, model: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
-    """Run a job; returns what it logged."""
-    argv = settings(folder, model, **changes)
-
-    def work(rank: int) -> None:
-        run_job(check_job(parse(RunConfig, argv, ""), dist.get_world_size()))
-
-    run_ranks(work, world_size, folder)
-    return logged(folder)
-
-
-def logged(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-def evaluations(folder: Path) -> list[tuple[int, int, int]]:
-    lines = (folder / "run" / "evaluations.jsonl").read_text().splitlines()
-    return [(row["step"], row["tokens"], row["rounds"]) for row in map(json.loads, lines)]
-
-
-QWEN3 = {"model_type": "qwen3", **DENSE, "num_hidden_layers": 4}
-QWEN3_5 = {
-    "model_type": "qwen3_5_text",
-    **HYBRID,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
 
 
 def test_every_split_is_the_same_run(tmp_path: Path) -> None:

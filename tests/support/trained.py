@@ -54,6 +54,7 @@ def overfitted(family: str, layers: tuple[str, ...], steps: int = 150) -> tuple[
         for pack in packs:
             loss, weight = step.loss(pack, tally)
             (loss / weight / len(packs)).backward()
+        tally.commit(torch.tensor(True))
         optimizer.step()
         optimizer.zero_grad()
     accuracy = Tally.read(tally.sums.tolist(), config.block_size)["acc"]

@@ -48,6 +48,9 @@ def test_slot_metrics_by_hand() -> None:
     supervised = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
     right = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
     tally.add(torch.tensor(6.0), torch.tensor(4.0), right, supervised)
+    tally.commit(torch.tensor(True))
+    tally.add(torch.tensor(float("nan")), torch.tensor(4.0), right, supervised)
+    tally.commit(torch.tensor(False))
     values = Tally.read(tally.sums.tolist(), 4)
     assert values["loss"] == 1.5
     assert values["acc"] == pytest.approx(4 / 5)

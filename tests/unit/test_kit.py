@@ -53,9 +53,9 @@ ALIKE: dict[str, list[str] | str] = {
 THOUGHT = "<think>\n7 has no divisor between 2 and 6.\n</think>\n\nYes."
 CHATML = ALIKE | {
     "K7": ["Here is one.", "Here is another."],
-    "K9a": "the rendered assistant turn differs from its text",  # this template has no place for reasoning
+    "K9a": "the chat template does not show reasoning",
     "K9b": [THOUGHT],
-    "K10": "the rendered assistant turn differs from its text",
+    "K10": "the chat template does not show reasoning",
 }
 QWEN3 = ALIKE | {
     "K7": "the chat template rewrites earlier turns",  # the first answer shows an empty block until the second follows
@@ -118,9 +118,9 @@ def test_the_kit_and_a_cut_line_as_one_file(tmp_path: Path, capsys: pytest.Captu
 
 def test_prompts_too_long_for_any_answer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none of 8 rows .*the first answer begins beyond data.seq_len: 8"):
-        prepare(tmp_path, [line("K12")] * 8, "data.seq_len=64")
+        prepare(tmp_path, [line("K12")] * 8, "data.seq_len=128")
     assert not (tmp_path / "out").exists()
-    prepare(tmp_path, [line("K12"), line("K1")] * 4, "data.seq_len=64")
+    prepare(tmp_path, [line("K12"), line("K1")] * 4, "data.seq_len=128")
     ledger = read_ledger(tmp_path / "out")
     assert (ledger.rows["train"], ledger.dropped) == (4, {"the first answer begins beyond data.seq_len": 4})
 

@@ -10,6 +10,8 @@ SPLITS = [(1, 1), (2, 1), (1, 2), (3, 2), (5, 3), (4, 6)]
 def make(start_step: int = 0, num_steps: int = 5, packs: int = 6, heldout: int = 6, interval: int = 2) -> Schedule:
     return Schedule(
         start_step=start_step,
+        start_pack=start_step * packs,
+        evaluated=start_step > 0,
         num_steps=num_steps,
         packs_per_step=packs,
         heldout_packs=heldout,

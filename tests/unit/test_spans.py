@@ -34,7 +34,7 @@ def test_reasoning_is_masked_in_wherever_the_row_has_it(name: str, lead: str, co
 
 def test_a_template_that_knows_no_reasoning_leaves_it_in_the_content() -> None:
     assert masked_in(encoder(), talk("7?", "<think>No.</think>Yes.")) == ["<think>No.</think>Yes.<|im_end|>"]
-    assert refusal(encoder(), [*talk("7?"), REASONED]) == "the rendered assistant turn differs from its text"
+    assert refusal(encoder(), [*talk("7?"), REASONED]) == "the chat template does not show reasoning"
     earlier = [*talk("7?"), REASONED, *talk("9?", "No.")]
     assert masked_in(encoder(), earlier) == ["No.<|im_end|>"], (
         "its reasoning is missing, so the first turn is not its own"
@@ -130,8 +130,14 @@ def test_words_and_reasoning_before_a_call() -> None:
     assert masked_in(encoder("channels"), bare)[0].startswith(
         "<|channel|>analysis<|message|>t<|end|><|start|>assistant to"
     )
-    assert refusal(encoder("llama3"), turns) == "the rendered assistant turn differs from its text"
-    assert refusal(encoder("marked"), [*talk("Time?"), K_TIME]) == "the rendered assistant turn differs from its text"
+    assert refusal(encoder("llama3"), turns) == "the chat template does not show reasoning"
+    with_words = [*talk("Time?"), K_TIME | {"content": "Let me see."}]
+    assert refusal(encoder("llama3"), with_words) == "the rendered assistant turn differs from its text"
+    answered = [*talk("Time?"), K_TIME, {"role": "tool", "content": "14:05"}, *talk("", "Two.")[1:]]
+    assert refusal(encoder("marked"), [*talk("Time?"), K_TIME]) == "the chat template does not show tool calls"
+    assert refusal(encoder("marked"), answered) == "the chat template does not show tool calls", (
+        "an empty turn before it"
+    )
 
 
 def test_a_template_s_own_refusal_is_named_and_short() -> None:

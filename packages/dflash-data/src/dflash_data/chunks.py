@@ -22,6 +22,7 @@ from dflash_data.encoder import Encoded, Encoder
 from dflash_data.sources import RawRow, parse
 
 SPLITS = ("train", "heldout")
+LEFT_OUT = "left out by data.weights"
 FEATURES = Features(
     {
         "input_ids": Sequence(Value("int32")),
@@ -174,7 +175,7 @@ class ChunkEncoder:
                 split = split_of(said, self.heldout_ratio)
                 copies = copies_of(said, chunk.weight) if split == "train" else 1
                 if not copies:
-                    raise Refused("left out by data.weights")
+                    raise Refused(LEFT_OUT)
                 encoded = self.encoder(document)
             except Refused as refused:
                 part.dropped[refused.args[0]] += 1

@@ -8,7 +8,10 @@ its name only when it is complete. What becomes of a row depends on the row and 
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,14 +23,14 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dflash_data.chunks import Chunk, ChunkEncoder, Part, counted, merge
+from dflash_data.chunks import LEFT_OUT, Chunk, ChunkEncoder, Part, counted, merge
 from dflash_data.encoder import Encoder
 from dflash_data.sources import RawRow, read_raw
 from dflash_model.errors import UserError
 
 HELDOUT = "heldout.jsonl"  # the held-out conversations as they came: prompts for tools/evaluate.py
 DROPPED = "dropped.jsonl"
-FORMAT = 5
+FORMAT = 6
 CHUNK_ROWS, CHUNK_BYTES = 1000, 8 << 20
 
 
@@ -153,6 +156,7 @@ def prepare(
     settings = settings_of(sources, tokenizer, recipe)
     known = read_ledger(out)
     if known is not None and known.settings == settings:
+        _check_bad_rows(known, recipe.max_bad_rows)
         return known, True
     out = out.absolute()
     if known is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -234,20 +238,35 @@ def _encode_all(sources: list[Source], encode: ChunkEncoder, max_bad_rows: int |
             tokens, dropped = tokens + sum(part.tokens.values()), dropped + part.dropped
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-3) / 1e3:.0f} ktok/s", refresh=False)
             bar.update(part.rows_in)
-            if max_bad_rows is not None and dropped.total() > max_bad_rows:
-                raise UserError(
-                    f"data.max_bad_rows is {max_bad_rows}; {dropped.total()} of the first {bar.n} rows were dropped"
-                    f" ({reasons(Ledger(rows_in=bar.n, dropped=dropped))})"
-                )
+            _check_bad_rows(Ledger(rows_in=int(bar.n), dropped=dropped), max_bad_rows)
     return parts
+
+
+def _check_bad_rows(ledger: Ledger, most: int | None) -> None:
+    """Raise if more were dropped than may be; those that a weight leaves out are not bad."""
+    bad = ledger.dropped.total() - ledger.dropped[LEFT_OUT]
+    if most is not None and bad > most:
+        dropped = Counter({reason: count for reason, count in ledger.dropped.items() if reason != LEFT_OUT})
+        raise UserError(
+            f"data.max_bad_rows is {most}; {bad} of the first {ledger.rows_in} rows were dropped"
+            f" ({reasons(Ledger(rows_in=ledger.rows_in, dropped=dropped))})"
+        )
 
 
 _worker_encode: ChunkEncoder  # in a worker process
 
 
-def _adopt(encode: ChunkEncoder) -> None:
+def _adopt(encode: ChunkEncoder, parent: int) -> None:
+    """Set a worker up; it leaves when the process that started it was killed."""
     global _worker_encode
     _worker_encode = encode
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(chunk: Chunk) -> Part:
@@ -260,7 +279,7 @@ def _results(encode: ChunkEncoder, chunks: Iterator[Chunk], workers: int) -> Ite
         yield from map(encode, chunks)
         return
     context = multiprocessing.get_context("fork")  # inherits the tokenizer, and imports nothing again
-    with ProcessPoolExecutor(workers, context, _adopt, (encode,)) as pool:
+    with ProcessPoolExecutor(workers, context, _adopt, (encode, os.getpid())) as pool:
         pending: deque[Future[Part]] = deque()
         try:
             for chunk in chunks:

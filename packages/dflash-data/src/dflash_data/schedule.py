@@ -46,10 +46,13 @@ class Schedule:
     """The sequence from ``start_step`` to the end of the run.
 
     An evaluation follows every step that ``evaluate_interval`` divides, and the last one; a fresh run begins with one.
-    It precedes the checkpoint of its step, so a resumed run begins with training.
+    It precedes the checkpoint of its step, so a resumed run begins with training, unless the checkpoint was made
+    because the run was stopped before it.
 
     Args:
         start_step: finished steps; a resumed run starts where its checkpoint stands.
+        start_pack: number of the first training pack.
+        evaluated: whether the evaluation behind ``start_step``, if one is due, has been done.
         num_steps: steps of the whole run.
         packs_per_step: G.
         heldout_packs: packs of one evaluation, a multiple of the number of drafter ranks; 0 for no evaluation.
@@ -57,16 +60,18 @@ class Schedule:
     """
 
     def __init__(
-        self, *, start_step: int, num_steps: int, packs_per_step: int, heldout_packs: int, evaluate_interval: int
-    ) -> None:
+        self, *, start_step: int, start_pack: int, evaluated: bool, num_steps: int, packs_per_step: int,
+        heldout_packs: int, evaluate_interval: int,
+    ) -> None:  # fmt: skip
         self.segments: list[Segment] = []
         index = 0
         for step in range(start_step, num_steps + 1):
             if step > start_step:
-                self.segments.append(Segment(step, Stream.TRAIN, index, (step - 1) * packs_per_step, packs_per_step))
+                number = start_pack + (step - start_step - 1) * packs_per_step
+                self.segments.append(Segment(step, Stream.TRAIN, index, number, packs_per_step))
                 index += packs_per_step
             due = step % evaluate_interval == 0 or step == num_steps
-            if heldout_packs and due and (step > start_step or step == 0):
+            if heldout_packs and due and (step > start_step or not evaluated):
                 self.segments.append(Segment(step, Stream.HELDOUT, index, 0, heldout_packs))
                 index += heldout_packs
         self.length = index
@@ -82,7 +87,8 @@ class Schedule:
     @property
     def first_step_end(self) -> int:
         """Index after the packs of the first step."""
-        return next(s.first_index + s.count for s in self.segments if s.stream is Stream.TRAIN)
+        ends = (s.first_index + s.count for s in self.segments if s.stream is Stream.TRAIN)
+        return next(ends, self.length)
 
     def rounds(self, num_targets: int) -> int:
         """Rounds every target rank runs, the last one filled up with padding."""

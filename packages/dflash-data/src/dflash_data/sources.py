@@ -21,6 +21,8 @@ from dflash_model.errors import UserError
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 FORMATS = (".jsonl", ".ndjson", ".json", ".parquet")
 CHUNK = 1 << 20  # characters of a JSON array decoded at a time
+UNREADABLE = "not readable from here on"
+NO_ARRAY = "not a JSON array from here on"
 BUFFER = 1 << 16  # bytes read at a time: what is lost where an archive is damaged
 
 
@@ -124,7 +126,7 @@ def _line_rows(name: str, file: Any) -> Iterator[RawRow]:  # noqa: ANN401 - pyar
             if line.strip():
                 yield RawRow(name, number, line)
     except OSError:  # a damaged archive
-        yield RawRow(name, number + 1, None, "not readable from here on")
+        yield RawRow(name, number + 1, None, UNREADABLE)
 
 
 def _array_rows(name: str, file: Any) -> Iterator[RawRow]:  # noqa: ANN401 - pyarrow's stream
@@ -135,7 +137,7 @@ def _array_rows(name: str, file: Any) -> Iterator[RawRow]:  # noqa: ANN401 - pya
         try:
             chunk = reader.read(CHUNK)
         except (UnicodeDecodeError, OSError):
-            yield RawRow(name, number + 1, None, "not readable from here on")
+            yield RawRow(name, number + 1, None, UNREADABLE)
             return
         text += chunk
         while text := text.lstrip(" \t\r\n" + ("," if opened else "")):
@@ -153,17 +155,20 @@ def _array_rows(name: str, file: Any) -> Iterator[RawRow]:  # noqa: ANN401 - pya
             yield RawRow(name, number, row if is_object else None, None if is_object else "not a JSON object")
         if not chunk:
             if not opened or text.strip() != "]":
-                yield RawRow(name, number + 1, None, "not a JSON array from here on")
+                yield RawRow(name, number + 1, None, NO_ARRAY)
             return
 
 
 def _parquet_rows(path: Path) -> Iterator[RawRow]:
     number = 0
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield RawRow(str(path), number, row)
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield RawRow(str(path), number, row)
+    except (pa.ArrowInvalid, OSError):
+        yield RawRow(str(path), number + 1, None, UNREADABLE)
 
 
 def _dataset_rows(path: Path) -> Iterator[RawRow]:

@@ -21,6 +21,7 @@ from dflash_model.errors import UserError
 
 MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 NO_CONTROL = ("<think>", "</think>")  # some tokenizers call them special; they stand in the middle of a turn
+NO_REASONING, NO_CALLS = "the chat template does not show reasoning", "the chat template does not show tool calls"
 LONGEST_REASON = 100
 
 
@@ -75,6 +76,9 @@ class Renderer:
         messages = conversation.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         text, marks = self._render_marked(conversation, len(turns))
+        names = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
+        if not all(name in text for name in names):  # the answers would follow a turn without words
+            raise Refused(NO_CALLS)
         spans: list[Span] = []
         for index, mark in zip(turns, marks, strict=True):
             last = index == turns[-1]
@@ -112,7 +116,8 @@ class Renderer:
             if places is not None:
                 break
         else:
-            raise Refused("the rendered assistant turn differs from its text")
+            hides = message.get("reasoning_content") and frame.opening is None
+            raise Refused(NO_REASONING if hides else "the rendered assistant turn differs from its text")
         words_at, answer_at = places
         start += words_at if reasoning else answer_at
         if mark is not None:  # the template's author may have left out more, but nothing of the prompt is generated

@@ -10,8 +10,8 @@ from typing import Any
 
 from dflash_model import DrafterConfig, UserError
 from dflash_model.config import SLIDING
-from dflash_train.checkpoint import MANIFEST
 from dflash_train.metrics import EVALUATIONS, read_jsonl
+from dflash_train.retention import MANIFEST
 
 TEMPLATE = """---
 base_model: {quoted}

@@ -31,6 +31,9 @@ from dflash_data.packs import STATS, TOKEN_FIELDS, HiddenPack, PackLayout
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Stream, WorkItem
 from dflash_train.mesh import Split
+from dflash_train.stop import Stop
+
+POLL_SECONDS = 0.5
 
 
 class ChannelError(RuntimeError):
@@ -122,10 +125,11 @@ class SendingChannel:
     """The target rank's end: copies packs out and sends them to their drafter ranks."""
 
     def __init__(
-        self, layout: PackLayout, split: Split, group: dist.ProcessGroup, device: torch.device, timeouts: Timeouts
-    ) -> None:
+        self, layout: PackLayout, split: Split, group: dist.ProcessGroup, *, device: torch.device, timeouts: Timeouts,
+        stop: Stop,
+    ) -> None:  # fmt: skip
         self._layout, self._split, self._group, self._device = layout, split, group, device
-        self._timeouts = timeouts
+        self._timeouts, self._stop = timeouts, stop
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: queue.Queue[Tensor] = queue.Queue()
         for _ in range(2):  # one being filled while the other is sent
@@ -136,7 +140,7 @@ class SendingChannel:
         self._thread.start()
 
     def send(self, made: MadePack) -> None:
-        """Hand a pack to the channel; waits while both buffers are in use.
+        """Hand a pack to the channel; waits while both buffers are in use. Drops it if the run has ended.
 
         Raises:
             ChannelError: an earlier pack could not be sent in time.
@@ -144,6 +148,8 @@ class SendingChannel:
         began = time.perf_counter()
         pack, context_SE = made.pack, made.context_SE
         buffer = self._take_free(pack.item)
+        if buffer is None:
+            return
         waited = time.perf_counter() - began
         copied = None
         views = self._layout.views(buffer)
@@ -160,25 +166,28 @@ class SendingChannel:
         self._outgoing.put(_Outgoing(pack.item, buffer, copied, made.device_span))
 
     def close(self) -> None:
-        """Wait until everything is taken.
+        """Wait until everything is taken, or the run has ended and nothing more will be.
 
         Raises:
             ChannelError: it was not, in time.
         """
         self._outgoing.put(None)
-        self._thread.join()
+        while self._thread.is_alive() and not self._stop.has_ended():
+            self._thread.join(POLL_SECONDS)
         if self._error is not None:
             raise self._error
 
-    def _take_free(self, item: WorkItem) -> Tensor:
+    def _take_free(self, item: WorkItem) -> Tensor | None:
         limit = self._timeouts.of(item)
         deadline = time.monotonic() + limit + 5  # the thread reports the same wait more precisely
         while True:
             if self._error is not None:
                 raise self._error
             try:
-                return self._free.get(timeout=0.5)
+                return self._free.get(timeout=POLL_SECONDS)
             except queue.Empty:
+                if self._stop.has_ended():
+                    return None
                 if time.monotonic() > deadline:
                     raise ChannelError(
                         f"target rank {dist.get_rank()} waited {limit:.0f} s to hand over item {item.index}"
@@ -208,7 +217,7 @@ class SendingChannel:
         except RuntimeError as error:
             raise ChannelError(
                 f"target rank {dist.get_rank()}: drafter rank {drafter} did not take"
-                f" {out.item.stream.name.lower()} pack {out.item.number} within {limit:.0f} s ({_first_line(error)})"
+                f" {out.item.stream.name.lower()} pack {out.item.number} within {limit:.0f} s ({first_line(error)})"
             ) from error
 
 
@@ -327,7 +336,7 @@ class ReceivingChannel:
             source = item.index % self._split.num_targets
             raise ChannelError(
                 f"drafter rank {dist.get_rank()}: target rank {source} did not send {item.stream.name.lower()} pack"
-                f" {item.number} within {limit:.0f} s ({_first_line(error)})"
+                f" {item.number} within {limit:.0f} s ({first_line(error)})"
             ) from error
 
 
@@ -355,5 +364,6 @@ class LocalChannel:
         """Nothing to release."""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's words, shortened; its type if it has none."""
     return str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__

@@ -57,6 +57,8 @@ def parse(schema: type[Config], argv: list[str], usage: str, default_config: str
     """
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print(help_text(schema, usage))
+        if default_config:
+            print(f"\nWithout config=FILE, {default_config} is read.")
         raise SystemExit(0)
     known = [name for name, _, _ in flat_keys(schema)]
     given: dict[str, str] = {}
@@ -66,6 +68,8 @@ def parse(schema: type[Config], argv: list[str], usage: str, default_config: str
             raise UserError(f"{argument!r} is not key=value (--help lists the keys)")
         given[name] = value
     file = given.pop("config", default_config or "")
+    if file and file == default_config and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"no config=FILE given: {file} it is\n")
     merged = OmegaConf.structured(schema)
     try:
         if file:
@@ -135,7 +139,8 @@ def _value(schema: type, name: str, text: str) -> Any:  # noqa: ANN401 - any typ
 def run_tool(main: Callable[[list[str]], int]) -> None:
     """Run a tool's main; a UserError becomes one sentence on stderr and exit code 2."""
     if "RANK" in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a job at once, without a traceback from every rank
+        # Until a job listens for signals, Ctrl-C ends it at once, without a traceback from every rank.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main(sys.argv[1:])
     except UserError as error:

@@ -7,8 +7,6 @@ tools see this module's whole tree; the code below them takes the values it need
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 
 def key(default: Any, text: str) -> Any:  # noqa: ANN401 - any type a setting can have
     """A field with its help line; mutable defaults are copied per instance."""
@@ -99,11 +97,14 @@ class DataSection:
 class TrainerSection:
     """The length and arithmetic of the run."""
 
-    steps: int = key(MISSING, "optimizer steps")
+    steps: int = key(0, "optimizer steps; must be given")
     packs_per_step: int = key(
         12, "packs in one optimizer step over all drafter ranks; the number of drafter ranks must divide it"
     )
     dtype: str = key("bfloat16", "bfloat16 or float32: type of the drafter's compute; its weights and moments are fp32")
+    max_skipped_steps: int = key(
+        20, "this many steps in a row whose gradients are not finite (each is skipped) stop the run"
+    )
     compile: bool = key(True, "torch.compile each drafter layer (needs a GPU to pay)")
     expected_ktok_s: float | None = key(None, "expected speed, for dry_run: hours and GPU-hours")
 
@@ -145,7 +146,7 @@ class ChannelSection:
     """Hidden states from target to drafter ranks."""
 
     depth: int = key(4, "packs each drafter rank has asked for and not yet used (q_hs)")
-    timeout_seconds: float = key(300.0, "a peer silent for longer is an error; checkpoints must take less")
+    timeout_seconds: float = key(300.0, "a peer silent for longer is an error")
     start_timeout_seconds: float = key(
         1800.0, "the same until the first step is through: loading and compiling take time"
     )
@@ -156,7 +157,15 @@ class CheckpointSection:
     """Drafter weights, moments and step."""
 
     interval: int = key(500, "steps between checkpoints; the last step is always saved")
-    keep: int = key(2, "newest checkpoints kept")
+    keep: int = key(2, "newest checkpoints kept, beside the milestones and the best by held-out acceptance")
+    milestone_interval: int = key(0, "checkpoints at multiples of this many steps stay for good; 0: none")
+
+
+@dataclass
+class ResumeSection:
+    """Going on with the run in run.dir."""
+
+    allow: list[str] = key([], "settings that may differ from the checkpoint's, by name: trainer.steps,optimizer.lr")
 
 
 @dataclass
@@ -190,5 +199,6 @@ class RunConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
     channel: ChannelSection = field(default_factory=ChannelSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    resume: ResumeSection = field(default_factory=ResumeSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)

@@ -14,6 +14,7 @@ from dflash_model import DrafterConfig, UserError
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.layout import to_published
 from dflash_model.mask import TILE
+from dflash_train.checkpoint import Position
 from dflash_train.config import RunConfig
 from dflash_train.drafter_config import drafter_config
 from dflash_train.mesh import Split, make_split
@@ -100,10 +101,12 @@ class Job:
             most = max(most, sum(len(anchor_candidates(mask, 0 * ids)) for ids, mask in documents))
         return -(-most // self.config.data.anchors_per_pack)
 
-    def schedule(self, collator: Collator, start_step: int) -> Schedule:
-        """The numbered sequence of the whole job."""
+    def schedule(self, collator: Collator, position: Position) -> Schedule:
+        """The numbered sequence of the whole job, from where it stands."""
         return Schedule(
-            start_step=start_step,
+            start_step=position.step,
+            start_pack=position.packs,
+            evaluated=position.evaluated,
             num_steps=self.config.trainer.steps,
             packs_per_step=self.config.trainer.packs_per_step,
             heldout_packs=self.heldout_packs(collator),
@@ -122,7 +125,7 @@ class Job:
             "data.fingerprint": fingerprint,
             "target": self.target.name,
             "loss.gamma": config.loss.gamma,
-            "optimizer": asdict(config.optimizer),
+            **{f"optimizer.{name}": value for name, value in asdict(config.optimizer).items()},
             "drafter": to_published(self.drafter),
         }
 
@@ -156,12 +159,22 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
     return job
 
 
+def check_row_length(seq_len: int) -> None:
+    """Rows are cut into tiles of the attention mask.
+
+    Raises:
+        UserError: they cannot be.
+    """
+    if seq_len < TILE or seq_len % TILE:
+        raise UserError(f"data.seq_len is {seq_len}; it must be a multiple of {TILE}")
+
+
 def _check_numbers(config: RunConfig) -> None:
-    if config.data.seq_len < TILE or config.data.seq_len % TILE:
-        raise UserError(f"data.seq_len is {config.data.seq_len}; it must be a multiple of {TILE}")
+    check_row_length(config.data.seq_len)
     positive = {
         "trainer.steps": config.trainer.steps,
         "trainer.packs_per_step": config.trainer.packs_per_step,
+        "trainer.max_skipped_steps": config.trainer.max_skipped_steps,
         "data.anchors_per_pack": config.data.anchors_per_pack,
         "data.workers": config.data.workers,
         "data.prefetch": config.data.prefetch,
@@ -175,7 +188,11 @@ def _check_numbers(config: RunConfig) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
-    for name, value in (("run.seed", config.run.seed), ("evaluate.packs", config.evaluate.packs)):
+    for name, value in (
+        ("run.seed", config.run.seed),
+        ("evaluate.packs", config.evaluate.packs),
+        ("checkpoint.milestone_interval", config.checkpoint.milestone_interval),
+    ):
         if value < 0:
             raise UserError(f"{name} is {value}; it must be 0 or more")
     for name, value in (

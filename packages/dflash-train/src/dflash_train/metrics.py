@@ -6,9 +6,11 @@ has one value a step.
 
 import json
 import logging
+import math
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from numpy.typing import NDArray
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from dflash_data.packs import STATS
+from dflash_data.schedule import WorkItem
 from dflash_train.acceptance import Acceptance
 
 logger = logging.getLogger("dflash")
 
-EVALUATIONS = "evaluations.jsonl"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+STARTS, SUPERSEDED = "starts.jsonl", "superseded.jsonl"
 LAYOUT = {
     "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
     "Acceptance": {"held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]]},
@@ -59,12 +63,16 @@ class Interval:
         targets: per target rank: packs received and the sums of their ``STATS``.
         wait_s: time this rank waited for training packs, as far as it has been taken from the receiver's clock.
         train_s: time this rank spent in training steps, waiting included.
-        packs: packs this rank trained on.
+        save_s: of it, time to copy the state for a checkpoint and to wait for the one before.
+        numbers: the packs this rank trained on since the last log line, whichever process did.
+        packs: how many this process trained on.
     """
 
     targets: NDArray[np.float64]
     wait_s: float = 0.0
     train_s: float = 0.0
+    save_s: float = 0.0
+    numbers: list[int] = field(default_factory=list)
     packs: int = 0
 
     @classmethod
@@ -72,10 +80,11 @@ class Interval:
         """Nothing yet."""
         return cls(np.zeros((num_targets, 1 + len(STATS))))
 
-    def add_pack(self, target_rank: int, stats: dict[str, float]) -> None:
+    def add_pack(self, item: WorkItem, stats: dict[str, float]) -> None:
         """Count one received pack."""
         self.packs += 1
-        self.targets[target_rank] += [1.0, *(stats[name] for name in STATS)]
+        self.numbers.append(item.number)
+        self.targets[item.index % len(self.targets)] += [1.0, *(stats[name] for name in STATS)]
 
 
 @dataclass(frozen=True)
@@ -174,8 +183,8 @@ class RunLog:
     ) -> None:
         self.folder, self.start_step, self.num_steps, self.epoch_steps = folder, start_step, num_steps, epoch_steps
         self.flops_per_pack, self.peak = flops_per_pack, peak
-        for name in ("metrics.jsonl", EVALUATIONS):
-            _cut(folder / name, start_step)
+        for name in (METRICS, EVALUATIONS):
+            _cut(folder / name, start_step, folder / SUPERSEDED)
         self.board = SummaryWriter(
             str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0, flush_secs=10
         )
@@ -188,12 +197,20 @@ class RunLog:
         rows = read_jsonl(self.folder / EVALUATIONS)
         return rows[-1]["pooled"] if rows else None
 
-    def step(self, step: int, values: dict[str, float], pipeline: Pipeline, memory_gib: float) -> None:
-        """Write one logged step."""
+    def step(
+        self, step: int, values: dict[str, float], pipeline: Pipeline, *, memory_gib: float, packs: list[list[int]]
+    ) -> None:
+        """Write one logged step; ``packs`` are the ranges of numbers trained on since the line before."""
         mfu = pipeline.packs_s * self.flops_per_pack / self.peak if self.peak else None
         record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **pipeline.rates()}
-        record |= {"q_pre": pipeline.q_pre, "q_hs": pipeline.q_hs, "bound": pipeline.verdict(), "mfu": mfu}
-        _append(self.folder / "metrics.jsonl", record)
+        record |= {
+            "q_pre": pipeline.q_pre,
+            "q_hs": pipeline.q_hs,
+            "bound": pipeline.verdict(),
+            "mfu": mfu,
+            "packs": packs,
+        }
+        _append(self.folder / METRICS, record)
         for name, value in values.items():
             self.board.add_scalar(f"Train/{name}", value, step)
         for name, value in pipeline.rates().items():
@@ -260,13 +277,34 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
+    """Add a line; a value that is not finite (of a skipped step) is null, as JSON has no word for it."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(finite) + "\n")
 
 
-def _cut(path: Path, start_step: int) -> None:
-    kept = [row for row in read_jsonl(path) if start_step and row["step"] <= start_step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+def _cut(path: Path, start_step: int, superseded: Path) -> None:
+    """Drop what came after the step that is resumed; nothing is lost: it goes to another file."""
+    rows = read_jsonl(path)
+    kept = [row for row in rows if start_step and row["step"] <= start_step]
+    for row in rows[len(kept) :]:
+        _append(superseded, {"file": path.name, **row})
+    work = path.with_name(path.name + ".partial")
+    work.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    work.replace(path)
+
+
+def as_ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Sorted numbers as ``[first, last]`` pairs; a number that occurs twice begins a pair of its own."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
 
 
 def _ints(values: list[float]) -> str:

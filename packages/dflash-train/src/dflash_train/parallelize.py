@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from dflash_data.weights import own_rows
 from dflash_model import Drafter
@@ -38,13 +37,3 @@ def fill_sharded(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> Non
             local, rows = own_rows(parameters.pop(name))
             local.copy_(full[rows])
     assert not parameters, f"no values for {sorted(parameters)}"
-
-
-def full_state(drafter: Drafter) -> dict[str, Tensor]:
-    """All parameters, gathered one by one to bf16 on the CPU; every rank of the mesh must call it."""
-    state = {}
-    for name, parameter in drafter.named_parameters():
-        value = parameter.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        state[name] = whole.to("cpu", torch.bfloat16)
-    return state

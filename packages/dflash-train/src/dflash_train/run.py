@@ -1,11 +1,13 @@
 """One rank's way through a job: meet the others, build this rank's part, work, leave."""
 
+import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,15 @@ from dflash_data.synthetic import write_synthetic
 from dflash_data.target import ShardedTarget, find_target, write_random_target
 from dflash_model import UserError
 from dflash_train.channel import LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
-from dflash_train.checkpoint import Checkpointer, find_resume_step
+from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes, make_meshes
-from dflash_train.metrics import RunLog, logger, start_logging
+from dflash_train.metrics import STARTS, RunLog, logger, start_logging
+from dflash_train.resume import clear_leftovers, find_position
+from dflash_train.retention import Retention
+from dflash_train.situation import Situation
+from dflash_train.stop import Stop, same_command
 from dflash_train.titan import peak_flops
 from dflash_train.trainer import Course, Trainer, make_packs
 
@@ -46,14 +52,21 @@ def pick_device(job: Job) -> torch.device:
     return device
 
 
-def run_job(job: Job) -> None:
-    """Run this rank's part of a job to its end.
+def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = None) -> None:
+    """Run this rank's part of a job to its end, or to where all ranks agree to stop.
+
+    Args:
+        job: what to run.
+        stop: this rank's part in stopping early.
+        situation: where it notes what it is doing.
 
     Raises:
         UserError: something that only shows once the data is open or an old run is found.
         ChannelError: a peer is gone or frozen.
+        CheckpointError: a checkpoint could not be written.
+        SkippedStepsError: training has diverged.
     """
-    device = pick_device(job)
+    device, stop = pick_device(job), stop or Stop()
     if not dist.is_initialized():
         timeout = timedelta(seconds=job.config.channel.start_timeout_seconds)
         if "RANK" in os.environ:
@@ -61,28 +74,31 @@ def run_job(job: Job) -> None:
         else:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     meshes = make_meshes(job.split, device, job.config.channel.start_timeout_seconds)
+    situation = situation or Situation.of(job.split, meshes.rank)
+    situation.meet()
+    lock = _take_folder(job.run_dir) if meshes.rank == 0 else None
     job = _materialise(job)
+    situation.log = job.run_dir / "log.txt"
     data = job.open_data()
     collator = job.collator(data)
     identity = job.identity(data.ledger.fingerprint)
-    start_step = find_resume_step(job.run_dir / "checkpoints", identity)
-    _agree({"start_step": start_step, **identity})
+    position, changes = find_position(job.run_dir / "checkpoints", identity, job.config.resume.allow)
+    _agree({"the step to start from": position.step, **identity})
+    schedule = job.schedule(collator, position)
     if meshes.rank == 0:
-        (job.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(job.config)))
-    steps = job.config.trainer.steps
-    if start_step == steps:
+        _note_start(job, position, changes)
+    if not schedule.segments:
         if meshes.rank == 0:
             start_logging(job.run_dir / "log.txt")
             logger.info(
-                f"run.dir {job.run_dir} is complete at step {steps}. To train longer, start another run.dir with"
-                f" drafter.init_from={job.run_dir}/checkpoints/step-{steps}/dflash; to redo it, remove it"
+                f"run.dir {job.run_dir} is complete at step {position.step}. To train longer, start another run.dir"
+                f" with drafter.init_from={job.run_dir}/checkpoints/step-{position.step}/dflash; to redo it, remove it"
             )
         return
-    schedule = job.schedule(collator, start_step)
     epoch_steps = len(collator.train_plan) / job.config.trainer.packs_per_step
     own_text = set(data.ledger.generated_by) == {job.target.name}
     course = Course(
-        schedule, start_step, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced"
+        schedule, position, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced"
     )
     section = job.config.channel
     # Behind the first step lie the posted receives, a pack in use and one staged on each drafter rank, and on each
@@ -96,8 +112,10 @@ def run_job(job: Job) -> None:
         assert packs is not None
         receiver = LocalChannel(packs, device)
     elif packs is not None:
-        sender = SendingChannel(job.layout(), job.split, meshes.channel, device, timeouts)
-        make_packs(packs, sender, meshes, timeouts)
+        sender = SendingChannel(
+            job.layout(), job.split, meshes.channel, device=device, timeouts=timeouts, stop=stop
+        )  # fmt: skip
+        make_packs(packs, sender, meshes, timeouts, stop, situation)
         return
     else:
         receiver = ReceivingChannel(
@@ -109,7 +127,8 @@ def run_job(job: Job) -> None:
             depth=section.depth,
             timeouts=timeouts,
         )
-    _train(job, meshes, course, receiver, identity)
+    _train(job, meshes, course, receiver, identity, stop=stop, situation=situation, changes=changes)
+    del lock
 
 
 def _target_packs(job: Job, meshes: Meshes, schedule: Schedule, collator: Collator) -> Iterator[MadePack] | None:
@@ -188,7 +207,37 @@ def _agree(facts: dict[str, Any]) -> None:
                 )
 
 
-def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identity: dict[str, Any]) -> None:
+def _take_folder(run_dir: Path) -> IO[str]:
+    """Keep other jobs out of the run folder as long as the returned file is open.
+
+    Raises:
+        UserError: another job has it, or it cannot be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(run_dir / "checkpoints")
+        file = (run_dir / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"run.dir is {run_dir}; it cannot be written: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"run.dir is {run_dir}; another job is running in it: choose another run.dir") from error
+    return file
+
+
+def _note_start(job: Job, position: Position, changes: list[str]) -> None:
+    """The settings, and one line for every start of the run."""
+    (job.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(job.config)))
+    start = {"step": position.step, "packs": position.packs, "split": job.split.describe(), "changes": changes}
+    with (job.run_dir / STARTS).open("a") as file:
+        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start}) + "\n")
+
+
+def _train(
+    job: Job, meshes: Meshes, course: Course, receiver: Receiver, identity: dict[str, Any], *, stop: Stop,
+    situation: Situation, changes: list[str],
+) -> None:  # fmt: skip
     first = job.split.drafter_rank(meshes.rank) == 0
     log = None
     if first:
@@ -196,7 +245,7 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
         peak = peak_flops(meshes.device)
         log = RunLog(
             job.run_dir,
-            start_step=course.start_step,
+            start_step=course.position.step,
             num_steps=job.config.trainer.steps,
             epoch_steps=course.epoch_steps,
             flops_per_pack=pack_flops(job.drafter, job.config.data.seq_len, job.config.data.anchors_per_pack),
@@ -206,7 +255,9 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
             logger.info("no held-out rows: evaluation is off")
         origin = job.config.drafter.init_from
         start = f"starting from the drafter at {origin}" if origin else "starting"
-        begin = f"resuming at step {course.start_step}" if course.start_step else start
+        begin = f"resuming at step {course.position.step}" if course.position.step else start
+        for change in changes:
+            logger.info(f"allowed by resume.allow: {change}")
         logger.info(
             f"{begin}: {job.split.describe()} on {meshes.device.type}, {job.config.trainer.steps} steps of"
             f" {job.config.trainer.packs_per_step} packs of {job.config.data.seq_len} tokens, target layers"
@@ -215,15 +266,24 @@ def _train(job: Job, meshes: Meshes, course: Course, receiver: Receiver, identit
     began = time.perf_counter()
     checkpoint_group = meshes.checkpoint
     assert checkpoint_group is not None
+    retention = Retention(job.config.checkpoint.keep, job.config.checkpoint.milestone_interval)
     checkpointer = Checkpointer(
-        job.run_dir / "checkpoints", checkpoint_group, job.config.checkpoint.keep, identity, facts_for_card(job)
+        job.run_dir / "checkpoints", checkpoint_group, retention, identity, facts_for_card(job)
+    )  # fmt: skip
+    situation.at("building the drafter")
+    trainer = Trainer(
+        job, meshes, course, receiver=receiver, checkpointer=checkpointer, stop=stop, situation=situation, log=log
     )
-    trainer = Trainer(job, meshes, course, receiver=receiver, checkpointer=checkpointer, log=log)
     if log is not None:
         logger.info(f"drafter ready in {time.perf_counter() - began:.1f} s")
     trainer.run()
-    if log is not None:
+    if log is None:
+        return
+    if stop.agreed_step is None:
         log.close()
+    else:
+        kept = f"saved as step-{stop.agreed_step}" if stop.agreed_step else "nothing trained yet"
+        logger.info(f"stopped behind step {stop.agreed_step} ({stop.reason}), {kept}. To go on: {same_command()}")
 
 
 def facts_for_card(job: Job) -> dict[str, Any]:
@@ -245,7 +305,9 @@ def facts_for_card(job: Job) -> dict[str, Any]:
     }
 
 
-def leave() -> None:
-    """Tear the process groups down after the last rank has finished."""
+def leave(stop: Stop) -> None:
+    """Tear the process groups down after the last rank has finished; after a stop, packs are still under way."""
     dist.barrier()
-    dist.destroy_process_group()
+    stop.over = True
+    if stop.agreed_step is None:
+        dist.destroy_process_group()

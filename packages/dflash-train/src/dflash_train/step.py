@@ -56,6 +56,8 @@ def draft_inputs(
 class Tally:
     """Sums for the metrics of one logging interval, on the device until they are read.
 
+    Those of a step are counted when it is known that its gradients are finite.
+
     Layout of the vector: loss, weight, blocks, then K entries each of: right, supervised, right with all earlier
     slots right, supervised with all earlier slots right.
     """
@@ -63,6 +65,12 @@ class Tally:
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.sums = torch.zeros(3 + 4 * block_size, dtype=torch.float64, device=device)
+        self._step = torch.zeros_like(self.sums)
+
+    def commit(self, finite: Tensor) -> None:
+        """Count the step under way, or drop it; ``finite`` stays on the device."""
+        self.sums += torch.where(finite, self._step, 0)
+        self._step.zero_()
 
     def add(self, loss_sum: Tensor, weight_sum: Tensor, right_AK: Tensor, supervised_AK: Tensor) -> None:
         """Add one pack."""
@@ -71,7 +79,7 @@ class Tally:
         eligible_AK = supervised_AK & before_AK
         head = torch.stack((loss_sum.double(), weight_sum.double(), supervised_AK[:, 1].sum().double()))
         slots = torch.stack([x.sum(0) for x in (right_AK, supervised_AK, right_AK & eligible_AK, eligible_AK)])
-        self.sums += torch.cat((head, slots.double().flatten()))
+        self._step += torch.cat((head, slots.double().flatten()))
 
     @staticmethod
     def read(sums: list[float], block_size: int) -> dict[str, float]:

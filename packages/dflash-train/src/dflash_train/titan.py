@@ -67,7 +67,8 @@ def apply_gradients(
     A step whose gradient is not finite is skipped on all ranks by AdamW's own flag, which stays on the device.
 
     Returns:
-        The gradient norm before clipping, on the device, and the learning rate of the step.
+        The gradient norm before clipping, on the device, and the learning rate of the step. The norm is not finite if
+        the step was skipped; it is the same on all ranks.
     """
     gradients = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
     torch._foreach_mul_(gradients, scale)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,27 +19,44 @@ from dflash_model import Drafter
 from dflash_model.hub import stored_tensors
 from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.channel import Receiver, SendingChannel, Timeouts
-from dflash_train.checkpoint import Checkpointer
+from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.evaluate import evaluate_pack
+from dflash_train.finite import FiniteWatch
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes
-from dflash_train.metrics import Interval, Pipeline, RunLog, logger
+from dflash_train.metrics import Interval, Pipeline, RunLog, as_ranges, logger
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
+from dflash_train.situation import Situation
 from dflash_train.step import DraftStep, Tally
+from dflash_train.stop import Stop
 from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
 
 GC_INTERVAL = 100
+EVALUATE_STOP_PACKS = 4  # held-out packs between two looks for a stop
 
 
-def make_packs(packs: Iterable[MadePack], channel: SendingChannel, meshes: Meshes, timeouts: Timeouts) -> None:
+class SkippedStepsError(RuntimeError):
+    """Too many steps in a row had gradients that are not finite."""
+
+
+def make_packs(
+    packs: Iterable[MadePack], channel: SendingChannel, meshes: Meshes, timeouts: Timeouts, stop: Stop,
+    situation: Situation,
+) -> None:  # fmt: skip
     """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
     settled = False
+    situation.at("making the first pack")
     for made in packs:
+        situation.at("handing a pack over", made.pack.item)
+        if stop.targets_agree(meshes.control):
+            break
         if not settled and made.pack.item.index >= timeouts.settled:
             meshes.settle(timeouts.later)
             settled = True
         if made.pack.item.stream is not Stream.PADDING:
             channel.send(made)
+        situation.at("making the next pack")
+    situation.at("waiting for the drafter ranks")
     channel.close()
 
 
@@ -70,14 +88,14 @@ class Course:
 
     Attributes:
         schedule: the job's sequence.
-        start_step: finished steps when it begins.
+        position: where the run stands when it begins.
         heldout_chunks: drafter forwards per held-out pack.
         epoch_steps: steps in one epoch.
         acceptance_name: ``replay`` if the held-out responses are the target's own, else ``teacher-forced``.
     """
 
     schedule: Schedule
-    start_step: int
+    position: Position
     heldout_chunks: int
     epoch_steps: float
     acceptance_name: str
@@ -87,19 +105,14 @@ class Trainer:
     """One drafter rank. ``log`` is None on all but the first."""
 
     def __init__(
-        self,
-        job: Job,
-        meshes: Meshes,
-        course: Course,
-        *,
-        receiver: Receiver,
-        checkpointer: Checkpointer,
-        log: RunLog | None,
-    ) -> None:
+        self, job: Job, meshes: Meshes, course: Course, *, receiver: Receiver, checkpointer: Checkpointer, stop: Stop,
+        situation: Situation, log: RunLog | None,
+    ) -> None:  # fmt: skip
         assert meshes.drafter is not None
         self.job, self.meshes, self.course = job, meshes, course
         self.group = meshes.drafter.get_group()
         self.receiver, self.checkpointer, self.log = receiver, checkpointer, log
+        self.stop, self.situation = stop, situation
         self.drafter = build_drafter(job, meshes)
         self.optimizers, self.lr_schedule = build_optimizer(
             self.drafter, job.config.optimizer, job.config.trainer.steps
@@ -109,34 +122,60 @@ class Trainer:
             self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows,
             sparse=meshes.device.type == "cuda",
         )  # fmt: skip
+        self.own_rank = job.split.drafter_rank(meshes.rank) or 0
         self.tally = Tally(job.drafter.block_size, meshes.device)
         self.interval = Interval.empty(job.split.num_targets)
         self.grad_norm, self.lr = torch.zeros((), device=meshes.device), 0.0
-        if course.start_step:
-            checkpointer.load(course.start_step, self.drafter, self.optimizers, self.lr_schedule)
+        position = course.position
+        self.finite = FiniteWatch(job.config.trainer.max_skipped_steps, position.skipped, position.skipped_in_a_row)
+        if position.step:
+            checkpointer.load(position.step, self.drafter, self.optimizers, self.lr_schedule)
+            self._restore_unlogged(position)
 
     def run(self) -> None:
-        """Go through the schedule."""
+        """Go through the schedule, or to where all ranks agree to stop."""
         collector = GarbageCollection(GC_INTERVAL)
-        for segment in self.course.schedule.segments:
+        segments = self.course.schedule.segments
+        for index, segment in enumerate(segments):
+            follows = index + 1 < len(segments) and segments[index + 1].stream is Stream.HELDOUT
             if segment.stream is Stream.HELDOUT:
-                self.evaluate(segment)
-                continue
-            began = time.perf_counter()
-            self.train_step()
-            collector.run(segment.step)
-            if segment.step == self.course.start_step + 1:
-                self.meshes.settle(self.job.config.channel.timeout_seconds)
-            if self._log_due(segment.step):
-                self._write_log(segment.step, began)
+                acceptance = self.evaluate(segment)
+                stopped = self.stop.agreed_step is not None
+                evaluated = not stopped
             else:
-                self.interval.train_s += time.perf_counter() - began
-            if self._is_due(segment.step, self.job.config.checkpoint.interval) and not self._evaluates_after(segment):
-                self.save(segment.step)
-        self.receiver.close()
+                self._train(segment, collector)
+                stopped = self.stop.drafters_agree(self.meshes.control, segment.step)
+                acceptance, evaluated = None, not follows
+            due = self._is_due(segment.step, self.job.config.checkpoint.interval) and not follows
+            if segment.step and (due or stopped):
+                self.save(segment.step, acceptance, evaluated=evaluated)
+            if stopped:
+                break
+        self._finish_save(wait=True)
+        if self.stop.agreed_step is None:
+            self.receiver.close()
 
-    def train_step(self) -> None:
-        """One optimizer step over this rank's share of the step's packs.
+    def _train(self, segment: Segment, collector: GarbageCollection) -> None:
+        """One step and what belongs to it: its log line, the news of saving, the watch over gradients."""
+        began = time.perf_counter()
+        self.situation.at(f"training step {segment.step}")
+        self.train_step(range(segment.first_number, segment.first_number + segment.count))
+        collector.run(segment.step)
+        if segment.step == self.course.position.step + 1:
+            self.meshes.settle(self.job.config.channel.timeout_seconds)
+        if self._is_due(segment.step, self.job.config.log.interval) or segment.step == 1:
+            self._write_log(segment.step, began)
+        else:
+            self.interval.train_s += time.perf_counter() - began
+        self._finish_save(wait=False)
+        if self.finite.too_many:
+            self.stop.end(segment.step, first=self.own_rank == 0)
+            self.save(segment.step, None, evaluated=False)
+            self._finish_save(wait=True)
+            raise SkippedStepsError(self.finite.sentence())
+
+    def train_step(self, numbers: range) -> None:
+        """One optimizer step over this rank's share of the packs with these numbers.
 
         The numerators of the loss are backpropagated; gradients, averaged over ranks by FSDP, are scaled once by
         ``D / sum of weights`` over all ranks and micro-steps, so a token's weight does not depend on where it landed.
@@ -153,23 +192,37 @@ class Trainer:
             weight_total += weight_sum
         dist.all_reduce(weight_total, group=self.group)
         self.grad_norm, self.lr = apply_gradients(
-            self.drafter,
-            self.optimizers,
-            self.lr_schedule,
+            self.drafter, self.optimizers, self.lr_schedule,
             scale=self.job.split.num_drafters / weight_total.clamp_min(1e-6),
             max_norm=self.job.config.optimizer.max_grad_norm,
-        )
+        )  # fmt: skip
+        finite = torch.isfinite(self.grad_norm)
+        self.tally.commit(finite)
+        self._report_skipped(self.finite.add(finite, numbers))
 
-    def evaluate(self, segment: Segment) -> None:
-        """Acceptance length on the held-out packs; weights and the training stream are untouched."""
+    def _report_skipped(self, steps: Iterable[range]) -> None:
+        for packs in steps:
+            if self.log is not None:
+                logger.warning(f"step skipped, its gradients are not finite: packs {packs.start} to {packs.stop - 1}")
+
+    def evaluate(self, segment: Segment) -> float | None:
+        """Acceptance length on the held-out packs; weights and the training stream are untouched.
+
+        Returns:
+            The pooled acceptance length, or None if the run was stopped on the way.
+        """
         if self.log is not None:
             logger.info("evaluating on the held-out packs")
         self.interval.wait_s += self.receiver.waiting.take()
         self.drafter.eval()
         mine: list[Rounds] = []
-        for offset in range(segment.count):
-            if offset % self.job.split.num_drafters == self.job.split.drafter_rank(self.meshes.rank):
-                mine += evaluate_pack(self.draft, self.receiver.receive(), self.course.heldout_chunks)
+        for offset in range(0, segment.count, self.job.split.num_drafters):
+            self.situation.at(f"evaluating after step {segment.step}")
+            pack = self.receiver.receive()
+            self.situation.at(self.situation.doing, pack.item)
+            mine += evaluate_pack(self.draft, pack, self.course.heldout_chunks)
+            if offset % EVALUATE_STOP_PACKS == 0 and self.stop.drafters_agree(self.meshes.control, segment.step):
+                return None
         for module in (self.drafter, *self.drafter.layers):
             assert isinstance(module, FSDPModule)
             module.reshard()  # no backward did it
@@ -178,36 +231,66 @@ class Trainer:
         everyone: list[list[Rounds]] = [[] for _ in range(self.job.split.num_drafters)]
         dist.all_gather_object(everyone, mine, group=self.meshes.control)
         texts = [text for part in everyone for text in part]
-        if self.log is not None and texts:
-            self.log.evaluation(segment.step, Acceptance.of(texts), self.course.acceptance_name)
-        if segment.step and self._is_due(segment.step, self.job.config.checkpoint.interval):
-            self.save(segment.step)
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint."""
-        began = time.perf_counter()
-        folder = self.checkpointer.save(step, self.drafter, self.optimizers, self.lr_schedule)
+        if not texts:
+            return None
+        result = Acceptance.of(texts)
         if self.log is not None:
-            logger.info(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+            self.log.evaluation(segment.step, result, self.course.acceptance_name)
+        return result.pooled
+
+    def save(self, step: int, acceptance: float | None, *, evaluated: bool) -> None:
+        """Begin to write a checkpoint; training goes on when the state is copied."""
+        began = time.perf_counter()
+        self.situation.at(f"saving step {step}")
+        self._report_skipped(self.finite.settle())
+        self._finish_save(wait=True)
+        position = self._position(step, acceptance, evaluated=evaluated)
+        self.checkpointer.save(position, self.drafter, self.optimizers, self.lr_schedule)
+        self.interval.save_s += time.perf_counter() - began
+
+    def _finish_save(self, *, wait: bool) -> None:
+        news = self.checkpointer.wait() if wait else self.checkpointer.finished()
+        if news is not None and self.log is not None:
+            logger.info(news)
+
+    def _position(self, step: int, acceptance: float | None, *, evaluated: bool) -> Position:
+        """Where the run stands behind a step; all drafter ranks call it."""
+        unlogged: list[dict[str, Any]] = [{}] * self.job.split.num_drafters
+        own = {"sums": self.tally.sums.tolist(), "packs": self.interval.numbers}
+        dist.all_gather_object(unlogged, own, group=self.meshes.control)
+        start = self.course.position
+        return Position(
+            step=step,
+            packs=start.packs + (step - start.step) * self.job.config.trainer.packs_per_step,
+            evaluated=evaluated,
+            acceptance=acceptance,
+            skipped=self.finite.skipped,
+            skipped_in_a_row=self.finite.in_a_row,
+            unlogged=unlogged,
+        )
+
+    def _restore_unlogged(self, position: Position) -> None:
+        """Take up what the checkpoint's ranks had not logged; on another split the first rank takes it all."""
+        parts: list[dict[str, Any]] = position.unlogged
+        if len(parts) != self.job.split.num_drafters:
+            sums = torch.tensor([part["sums"] for part in parts], dtype=torch.float64).sum(0).tolist()
+            whole = {"sums": sums, "packs": sorted(number for part in parts for number in part["packs"])}
+            parts = [whole, *({"sums": [0.0] * len(sums), "packs": []} for _ in range(self.job.split.num_drafters - 1))]
+        self.tally.sums += torch.tensor(parts[self.own_rank]["sums"], dtype=torch.float64, device=self.meshes.device)
+        self.interval.numbers += parts[self.own_rank]["packs"]
 
     def _receive(self) -> HiddenPack:
         pack = self.receiver.receive()
-        self.interval.add_pack(pack.item.index % self.job.split.num_targets, pack.stats)
+        self.situation.at(self.situation.doing, pack.item)
+        self.interval.add_pack(pack.item, pack.stats)
         return pack
 
     def _is_due(self, step: int, interval: int) -> bool:
         return step % interval == 0 or step == self.job.config.trainer.steps
 
-    def _evaluates_after(self, segment: Segment) -> bool:
-        segments = self.course.schedule.segments
-        after = segments.index(segment) + 1
-        return after < len(segments) and segments[after].stream is Stream.HELDOUT
-
-    def _log_due(self, step: int) -> bool:
-        return self._is_due(step, self.job.config.log.interval) or step == 1
-
     def _write_log(self, step: int, began: float) -> None:
         """Reduce over the drafter ranks and write; the only place in training that waits for the device."""
+        self._report_skipped(self.finite.settle())
         split, device = self.job.split, self.meshes.device
         dist.all_reduce(self.tally.sums, group=self.group)
         sums, grad_norm = self.tally.sums.tolist(), float(self.grad_norm)
@@ -215,15 +298,23 @@ class Trainer:
         drafters = torch.zeros(split.num_drafters, 4, dtype=torch.float64)
         waited = self.interval.wait_s + self.receiver.waiting.take()
         own = [waited, self.interval.train_s, self.interval.packs, self.receiver.depth()]
-        drafters[split.drafter_rank(self.meshes.rank) or 0] = torch.tensor(own, dtype=torch.float64)
+        drafters[self.own_rank] = torch.tensor(own, dtype=torch.float64)
         targets = torch.from_numpy(self.interval.targets)
         for tensor in (drafters, targets):
             dist.all_reduce(tensor, group=self.meshes.control)
+        numbers: list[list[int]] = [[] for _ in range(split.num_drafters)]
+        dist.all_gather_object(numbers, self.interval.numbers, group=self.meshes.control)
         if self.log is not None:
             values = Tally.read(sums, self.job.drafter.block_size)
-            values |= {"grad_norm": grad_norm, "lr": self.lr}
+            values |= {
+                "grad_norm": grad_norm,
+                "lr": self.lr,
+                "skipped": self.finite.skipped,
+                "save_s": self.interval.save_s,
+            }
             pipeline = Pipeline.measure(targets.numpy(), drafters.numpy(), colocated=split.colocated)
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-            self.log.step(step, values, pipeline, memory)
+            packs = as_ranges(number for part in numbers for number in part)
+            self.log.step(step, values, pipeline, memory_gib=memory, packs=packs)
         self.tally = Tally(self.job.drafter.block_size, device)
         self.interval = Interval.empty(split.num_targets)
