@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_train.audit import audit
+from dflash_train.retention import list_checkpoints
 
 ROOT = Path(__file__).parents[1]
 STEPS, LONG = 40, 4000
+MARK = "DFLASH_FAULT_FOLDER"
 SETTINGS = [
     "config=tools/configs/debug.yaml", "trainer.packs_per_step=2", "log.interval=1", "evaluate.interval=10",
     "evaluate.packs=8", "checkpoint.interval=10", "channel.timeout_seconds=10", "data.synthetic_documents=64",
@@ -79,20 +81,28 @@ START, STEP, EVALUATION, SAVE = "drafter ready", "step 13 ", "evaluating on the 
 STOPPED = r"stopped behind step \d+ \(SIG(TERM|INT) on .*torchrun --nproc-per-node"
 GONE = "error: .* rank {} .*is gone"
 CELLS = [
-    *(Cell("SIGKILL", moment, rank, GONE.format(rank), KILL)
-      for moment, ranks in ((START, (0, 3)), (STEP, (0, 1, 2, 3)), (EVALUATION, (1, 2)), (SAVE, (0, 2)))
-      for rank in ranks),
-    *(Cell("SIGSTOP", moment, rank, f"rank {rank} .*is stopped", FREEZE, limit=60)
-      for moment, ranks in ((STEP, (0, 3)), (EVALUATION, (1,))) for rank in ranks),
-    *(Cell(name, moment, "torchrun", STOPPED, act, clean=True)
-      for name, act in (("SIGTERM", TERM), ("SIGINT", INT)) for moment in (START, STEP, EVALUATION, SAVE)),
+    *(
+        Cell("SIGKILL", moment, rank, GONE.format(rank), KILL)
+        for moment, ranks in ((START, (0, 3)), (STEP, (0, 1, 2, 3)), (EVALUATION, (1, 2)), (SAVE, (0, 2)))
+        for rank in ranks
+    ),
+    *(
+        Cell("SIGSTOP", moment, rank, f"rank {rank} .*is stopped", FREEZE, limit=60)
+        for moment, ranks in ((STEP, (0, 3)), (EVALUATION, (1,)))
+        for rank in ranks
+    ),
+    *(
+        Cell(name, moment, "torchrun", STOPPED, act, clean=True)
+        for name, act in (("SIGTERM", TERM), ("SIGINT", INT))
+        for moment in (START, STEP, EVALUATION, SAVE)
+    ),
     *(Cell("SIGTERM", STEP, rank, STOPPED, TERM, clean=True) for rank in (0, 3)),
     Cell("SIGINT", STEP, 2, STOPPED, INT, clean=True),
     Cell("SIGINT twice, one rank frozen", STEP, 0, "SIGINT again: leaving at once", TWICE),
-    Cell("exception in a data thread", "step 5 ", 0, "target rank 0, while .*ValueError: planted in collate",
+    Cell("exception in a data thread", "step 5 ", 0, "target rank 0, .*ValueError: planted in collate",
          fault="collate"),
-    Cell("failing transfer", "step 5 ", 1, "target rank 1, while .*planted in a transfer", fault="transfer"),
-    Cell("out of memory", "step 5 ", 2, "drafter rank 2, while training step .*OutOfMemoryError", fault="memory"),
+    Cell("failing transfer", "step 5 ", 1, "target rank 1, .*planted in a transfer", fault="transfer"),
+    Cell("out of memory", "step 5 ", 2, "drafter rank 2, training step .*OutOfMemoryError", fault="memory"),
     Cell("full disk", STEP, 2, "checkpoint step-10 could not be written .*No space left", fault="disk"),
     Cell("SIGKILL, colocated", STEP, 1, GONE.format(1), KILL, ranks=(2, 0)),
     Cell("SIGTERM, colocated", STEP, "torchrun", STOPPED, TERM, clean=True, ranks=(2, 0)),
@@ -110,7 +120,7 @@ class Outcome:
 
 
 def start(folder: Path, cell: Cell, steps: int, *, fault: str = "", restarts: int = 0) -> subprocess.Popen[bytes]:
-    """A job in a session of its own, its output in ``output.txt``."""
+    """A job whose processes all carry the folder in their environment; its output in ``output.txt``."""
     targets, drafters = cell.ranks
     mesh = [f"mesh.target={targets}", f"mesh.drafter={drafters}"] if drafters else ["mesh.colocated=true"]
     script = "tests/support/faulty.py" if fault else "tools/train.py"
@@ -119,25 +129,25 @@ def start(folder: Path, cell: Cell, steps: int, *, fault: str = "", restarts: in
         "--max-restarts", str(restarts), script, *SETTINGS, *mesh, f"run.dir={folder / 'run'}",
         f"data.path={folder / 'data'}", f"trainer.steps={steps}", "resume.allow=[trainer.steps]",
     ]  # fmt: skip
-    environment = os.environ | {"DFLASH_FAULT": fault, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"DFLASH_FAULT": fault, MARK: str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=output, env=environment, start_new_session=True
         )  # fmt: skip
 
 
-def members(session: int) -> dict[int, int]:
-    """Living processes of a session: pid to rank (-1 for torchrun and helpers)."""
+def members(folder: Path) -> dict[int, int]:
+    """Living processes of a job: pid to rank (-1 for torchrun and helpers)."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             environment = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if int(sid) == session and state != "Z":
+        if f"{MARK}={folder}".encode() in environment and state != "Z":
             ranks = [item[5:] for item in environment if item.startswith(b"RANK=")]
             found[int(entry.name)] = int(ranks[0]) if ranks else -1
     return found
@@ -171,12 +181,12 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     assert wait_for(lambda: shows(moment), 120), f"never saw {moment!r}: {output.read_text()[-3000:]}"
     began = time.monotonic()
     if cell.do is not None:
-        ranks = {rank: pid for pid, rank in members(job.pid).items() if rank >= 0}
+        ranks = {rank: pid for pid, rank in members(folder).items() if rank >= 0}
         if cell.what.startswith("SIGINT twice"):
             os.kill(ranks[3], signal.SIGSTOP)
         cell.do(job.pid if cell.victim == "torchrun" else ranks[int(cell.victim)])
-    assert wait_for(lambda: job.poll() is not None and not members(job.pid), cell.limit), (
-        f"still there after {cell.limit} s: {members(job.pid)}; {output.read_text()[-3000:]}"
+    assert wait_for(lambda: job.poll() is not None and not members(folder), cell.limit), (
+        f"still there after {cell.limit} s: {members(folder)}; {output.read_text()[-3000:]}"
     )
     seconds = time.monotonic() - began
     text = output.read_text(errors="replace")
@@ -186,7 +196,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     assert (job.returncode == 0) == (bool(cell.restarts) or (cell.clean and cell.victim != "torchrun")), job.returncode
     words = [line for line in text.splitlines() if re.search(cell.expected, line)]
     # The same command goes on, to an early end.
-    step = audit(folder / "run").position.step if (folder / "run" / "metrics.jsonl").is_file() else 0
+    step = max(list_checkpoints(folder / "run" / "checkpoints"), default=0)
     again = start(folder, cell, step + 5)
     assert again.wait(120) == 0, output.read_text()[-3000:]
     found = audit(folder / "run")
@@ -204,16 +214,17 @@ def main(argv: list[str]) -> int:
         folder = Path(tempfile.mkdtemp(prefix="fault-"))
         try:
             seen = run_cell(cell, folder)
-            rows.append(
-                f"| {cell.what} | {cell.moment.strip()} | {cell.victim} | {seen.seconds:.1f} | {seen.code} |"
-                f" {seen.words[:230].replace('|', '/')} |"
-            )
+            told = f"{seen.seconds:.1f} | {seen.code} | {seen.words[:230].replace('|', '/')}"
         except AssertionError as error:
             failed += 1
-            rows.append(f"| {cell.what} | {cell.moment.strip()} | {cell.victim} | | | FAILED: {str(error)[:100]} |")
+            told = f"| | FAILED: {str(error)[:100]}"
             print(error, file=sys.stderr)
+        finally:
+            for pid in members(folder):
+                os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+        rows.append(f"| {cell.what} | {cell.moment.strip()} | {cell.victim} | {told} |")
         print(rows[-1], flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
     if given.get("out"):
         head = "| what | when the log shows | rank | seconds until all are gone | torchrun's code | who said what |"
         Path(given["out"]).write_text(TITLE + head + "\n|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n")
@@ -222,8 +233,8 @@ def main(argv: list[str]) -> int:
 
 TITLE = """# Faults
 
-Written by `python tests/faults.py out=docs/faults.md`: real `torchrun` jobs on gloo, 2 target and 2 drafter ranks on two
-CPU cores, `channel.timeout_seconds=10`. After each the same command ran to an early end, and `tools/audit.py` found each
+Written by `python tests/faults.py out=docs/faults.md`: real `torchrun` jobs on gloo, 2 target and 2 drafter ranks on
+two CPU cores, `channel.timeout_seconds=10`. After each the same command ran to an early end, and `tools/audit.py` found each
 pack trained on exactly once. torchrun's code is 1 if it was signalled itself, whatever its ranks return.
 
 """

@@ -216,6 +216,11 @@ class Renderer:
         add_generation_prompt: bool = False, marked: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
         render = cast(Callable[..., Any], render_jinja_template)
+        # gpt-oss templates call reasoning ``thinking``; transformers 5.24 passes both names, 5.17 does not.
+        messages = [
+            message | {"thinking": message["reasoning_content"]} if message.get("reasoning_content") else message
+            for message in messages
+        ]
         try:
             texts, marks = render(
                 [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt,

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from dflash_model.errors import UserError
 
 MOVING_ROPE = ("dynamic", "longrope")  # frequencies follow the longest position seen, and stay so in the model
+SPREAD = 7919  # a prime
 _checked: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -44,7 +45,9 @@ def check_target(target: PreTrainedModel, length: int) -> None:
         )
     if target in _checked:
         return
-    tokens = torch.arange(1, 11, device=target.device)[None] % config.vocab_size
+    # Ids from all over the vocabulary, and the median over positions: on the untrained ids 3 to 16 SmolLM2's logits are
+    # all rounding in bf16 (145 % between two right ways to compute them; 0.6 % here).
+    tokens = torch.arange(1, 11, device=target.device)[None] * SPREAD % config.vocab_size
     cache = RewindableCache(target)
     single = [_step(target, cache, tokens[:, i : i + 1]) for i in range(10)]
     cache = RewindableCache(target)
@@ -54,7 +57,7 @@ def check_target(target: PreTrainedModel, length: int) -> None:
     again = 3 + 2 - cache.reject(5, 2)
     block = _step(target, cache, tokens[:, again:])
     expected = torch.cat(single[again:], dim=1)
-    difference = float((block - expected).norm() / expected.norm())
+    difference = float(((block - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
     if not difference < torch.finfo(target.dtype).eps ** 0.5:
         raise UserError(
             f"the target's model_type is {config.model_type}; in transformers its logits of a block of tokens differ"

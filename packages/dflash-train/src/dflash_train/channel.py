@@ -216,8 +216,8 @@ class SendingChannel:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             raise ChannelError(
-                f"target rank {dist.get_rank()}: drafter rank {drafter} did not take"
-                f" {out.item.stream.name.lower()} pack {out.item.number} within {limit:.0f} s ({first_line(error)})"
+                f"drafter rank {drafter} did not take {out.item.stream.name.lower()} pack {out.item.number} from"
+                f" target rank {dist.get_rank()} (limit {limit:.0f} s): {first_line(error)}"
             ) from error
 
 
@@ -335,8 +335,8 @@ class ReceivingChannel:
         except RuntimeError as error:
             source = item.index % self._split.num_targets
             raise ChannelError(
-                f"drafter rank {dist.get_rank()}: target rank {source} did not send {item.stream.name.lower()} pack"
-                f" {item.number} within {limit:.0f} s ({first_line(error)})"
+                f"target rank {source} did not send {item.stream.name.lower()} pack {item.number} to drafter rank"
+                f" {dist.get_rank()} (limit {limit:.0f} s): {first_line(error)}"
             ) from error
 
 

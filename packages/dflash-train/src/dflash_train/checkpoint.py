@@ -17,14 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from dflash_model import Drafter, save_drafter
@@ -87,12 +87,7 @@ class Checkpointer:
         self.first = dist.get_rank(group) == 0
         on_gpu = torch.cuda.is_available()
         # Pinned memory is taken once and used again: a copy from the device at full speed, 12 bytes a parameter.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )  # fmt: skip
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=on_gpu)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str] | None = None
 
@@ -105,7 +100,7 @@ class Checkpointer:
             CheckpointError: the one before could not be written.
         """
         self.wait()
-        staged = cast(dict[str, Any], self._stager.stage(_state(drafter, optimizers, schedule)))
+        staged = self._stager.stage(_state(drafter, optimizers, schedule))
         shapes = {name: parameter.shape for name, parameter in drafter.named_parameters()}
         self._writing = self._thread.submit(self._write, position, staged, drafter, shapes)
 

@@ -77,10 +77,9 @@ class Situation:
         return [f"{peer.role} {peer.rank} (pid {peer.pid}) is {state}" for peer, state in conditions if state]
 
     def last_words(self, problem: str) -> None:
-        """Print one line to stderr and to the run's log: who, what it was doing, the last pack, who is missing."""
-        last = f", last {self.item.stream.name.lower()} pack {self.item.number}" if self.item else ""
-        parts = [f"error: {self.role} {self.rank}, while {self.doing}{last}: {problem}", *self.missing()]
-        line = "; ".join(parts)
+        """Print one line to stderr and to the run's log: who is missing, who says so, doing what, the last pack."""
+        last = f" (last {self.item.stream.name.lower()} pack {self.item.number})" if self.item else ""
+        line = "error: " + "; ".join([*self.missing(), f"{self.role} {self.rank}, {self.doing}{last}: {problem}"])
         _say(line)
         if self.log is not None:
             try:

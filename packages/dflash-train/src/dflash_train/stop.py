@@ -60,9 +60,11 @@ class Stop:
 
     def end(self, step: int, *, first: bool) -> None:
         """Tell the target ranks that nothing is consumed behind ``step``."""
-        self.agreed_step = step
+        self.agreed_step, store = step, _get_default_store()
         if first:
-            _get_default_store().set(ENDED, str(step))
+            store.set(ENDED, str(step))
+            if store.check([ASKED]):
+                self.reason = store.get(ASKED).decode()
 
     def targets_agree(self, group: dist.ProcessGroup) -> bool:
         """Whether the target ranks leave in this round; all of them call it, in every round."""
