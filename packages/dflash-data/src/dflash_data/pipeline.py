@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
 
-from dflash_data.packs import Collator, TokenPack
+from dflash_data.clock import StageClock
+from dflash_data.packs import STATS, Collator, TokenPack
 from dflash_data.schedule import Schedule, WorkItem
 from dflash_data.target import ShardedTarget
 
@@ -72,8 +73,9 @@ class MadePack:
     Attributes:
         pack: the tokens.
         context_SE: tapped hidden states, on the target's device.
-        stats: timings in seconds, queue depth and tokens, by the names in ``packs.STATS``.
-        device_span: on a GPU, events around the forward; ``forward_s`` is then only the time to launch it.
+        stats: timings in seconds, queue depth and tokens, by the names in ``packs.STATS``; those of sending and
+            agreeing are the caller's.
+        device_span: on a GPU, events around the forward; ``forward_s`` is the time to launch it.
     """
 
     pack: TokenPack
@@ -85,9 +87,11 @@ class MadePack:
 class TargetHiddenStates(BaseNode[MadePack]):
     """Runs the sharded target on each token pack, on the calling thread."""
 
-    def __init__(self, source: BaseNode[TokenPack], ready: ReadyCount, target: ShardedTarget) -> None:
+    def __init__(
+        self, source: BaseNode[TokenPack], ready: ReadyCount, target: ShardedTarget, clock: StageClock
+    ) -> None:
         super().__init__()
-        self._source, self._ready, self._target = source, ready, target
+        self._source, self._ready, self._target, self._clock = source, ready, target, clock
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Reset the source."""
@@ -98,20 +102,21 @@ class TargetHiddenStates(BaseNode[MadePack]):
         """Wait for a collated pack and run the target on it."""
         began = time.perf_counter()
         depth = self._ready.value
-        pack = next(self._source)
+        with self._clock.stage("data"):
+            pack = next(self._source)
         self._ready.add(-1)
         started = time.perf_counter()
         span = None
         if self._target.device.type == "cuda":
             span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             span[0].record()
-        context_SE = self._target(pack)
+        with self._clock.stage("forward"):
+            context_SE = self._target(pack)
         if span is not None:
             span[1].record()
-        stats = {
-            "data_wait_s": started - began,
+        stats = dict.fromkeys(STATS, 0.0) | {
+            "data_s": started - began,
             "forward_s": time.perf_counter() - started,
-            "send_wait_s": 0.0,  # the channel knows
             "q_pre": float(depth),
             "document_tokens": float((pack.doc_S >= 0).sum()),
         }
@@ -131,12 +136,13 @@ def hidden_states(
     num_targets: int,
     num_workers: int,
     prefetch: int,
+    clock: StageClock,
 ) -> Iterator[MadePack]:
     """The whole pipeline of one target rank."""
     ready = ReadyCount(collate)
     node: BaseNode[Any] = WorkSource(schedule, rank, num_targets)
     node = ParallelMapper(node, ready, num_workers=num_workers, in_order=True, method="thread")
     node = Prefetcher(node, prefetch_factor=prefetch)
-    last = TargetHiddenStates(node, ready, target)
+    last = TargetHiddenStates(node, ready, target, clock)
     last.reset()
     return iter(last)

@@ -145,15 +145,12 @@ class SendingChannel:
         Raises:
             ChannelError: an earlier pack could not be sent in time.
         """
-        began = time.perf_counter()
         pack, context_SE = made.pack, made.context_SE
         buffer = self._take_free(pack.item)
         if buffer is None:
             return
-        waited = time.perf_counter() - began
         copied = None
-        views = self._layout.views(buffer)
-        stats = {**made.stats, "send_wait_s": waited}
+        views, stats = self._layout.views(buffer), made.stats
         if self._stream is None:
             self._layout.fill(views, pack, context_SE, stats)
         else:
@@ -207,7 +204,7 @@ class SendingChannel:
             out.copied.synchronize()
         if out.device_span is not None:  # the launch time that the main thread wrote says little
             begun, ended = out.device_span
-            self._layout.views(out.buffer)["stats"][STATS.index("forward_s")] = begun.elapsed_time(ended) / 1e3
+            self._layout.views(out.buffer)["stats"][STATS.index("device_s")] = begun.elapsed_time(ended) / 1e3
         drafter = self._split.drafter_global(out.item.number % self._split.num_drafters)
         limit = self._timeouts.of(out.item)
         try:

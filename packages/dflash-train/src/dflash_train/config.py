@@ -106,7 +106,9 @@ class TrainerSection:
         20, "this many steps in a row whose gradients are not finite (each is skipped) stop the run"
     )
     compile: bool = key(True, "torch.compile each drafter layer (needs a GPU to pay)")
-    expected_ktok_s: float | None = key(None, "expected speed, for dry_run: hours and GPU-hours")
+    expected_ktok_s: float | None = key(
+        None, "expected speed: for dry_run hours and GPU-hours, and an alarm at less than half of it"
+    )
 
 
 @dataclass
@@ -177,6 +179,13 @@ class EvaluateSection:
 
 
 @dataclass
+class ProfileSection:
+    """Traces for Perfetto (ui.perfetto.dev)."""
+
+    steps: list[int] = key([], "steps that the first drafter rank traces, into run.dir/profile")
+
+
+@dataclass
 class LogSection:
     """What is written while training."""
 
@@ -202,3 +211,4 @@ class RunConfig:
     resume: ResumeSection = field(default_factory=ResumeSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)

@@ -9,7 +9,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,27 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from dflash_data.packs import STATS
 from dflash_data.schedule import WorkItem
 from dflash_train.acceptance import Acceptance
+from dflash_train.verdict import Accounts, Verdict, judge
+from dflash_train.watch import SpeedWatch
 
 logger = logging.getLogger("dflash")
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+STABLE = 5  # log intervals after which the rates say something
 STARTS, SUPERSEDED = "starts.jsonl", "superseded.jsonl"
 LAYOUT = {
     "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
-    "Acceptance": {"held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]]},
+    "Acceptance": {
+        "held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]],
+        "by slot, given all before": ["Multiline", [r"Train/acc_given_prefix_.*"]],
+    },
     "Pipeline": {
         "tokens/s": ["Multiline", ["Pipeline/target_tokens_s", "Pipeline/drafter_tokens_s", "Pipeline/tokens_s"]],
         "queues": ["Multiline", [r"Pipeline/q_.*"]],
+    },
+    "Time": {
+        "drafter ranks": ["Multiline", [r"Time/drafter_.*"]],
+        "target ranks, a pack": ["Multiline", [r"Time/target_.*"]],
     },
 }
 
@@ -62,16 +73,12 @@ class Interval:
     Attributes:
         targets: per target rank: packs received and the sums of their ``STATS``.
         wait_s: time this rank waited for training packs, as far as it has been taken from the receiver's clock.
-        train_s: time this rank spent in training steps, waiting included.
-        save_s: of it, time to copy the state for a checkpoint and to wait for the one before.
         numbers: the packs this rank trained on since the last log line, whichever process did.
         packs: how many this process trained on.
     """
 
     targets: NDArray[np.float64]
     wait_s: float = 0.0
-    train_s: float = 0.0
-    save_s: float = 0.0
     numbers: list[int] = field(default_factory=list)
     packs: int = 0
 
@@ -87,78 +94,6 @@ class Interval:
         self.targets[item.index % len(self.targets)] += [1.0, *(stats[name] for name in STATS)]
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The whole job over one interval, from the sums of all drafter ranks.
-
-    Rates are packs per second: ``packs_s`` what went through, ``target_packs_s`` and ``drafter_packs_s`` what each side
-    could do alone (its waiting left out).
-    """
-
-    packs_s: float
-    tokens_s: float
-    target_packs_s: float
-    drafter_packs_s: float
-    wait_share: float
-    data_share: float
-    q_pre: list[float]
-    q_hs: list[float]
-    colocated: bool
-
-    @classmethod
-    def measure(cls, targets: NDArray[np.float64], drafters: NDArray[np.float64], *, colocated: bool) -> "Pipeline":
-        """Work out rates.
-
-        Args:
-            targets: ``[T, 1 + len(STATS)]`` sums.
-            drafters: ``[D, 4]``: wait_s, train_s, packs, packs waiting (q_hs) of each drafter rank.
-            colocated: whether the waiting is the rank's own target at work.
-        """
-        counts = np.maximum(targets[:, 0], 1.0)
-        means = dict(zip(STATS, (targets[:, 1:] / counts[:, None]).T, strict=True))
-        active = targets[:, 0] > 0
-        wait_s, train_s, packs, depth = drafters.T
-        busy_s = (means["forward_s"] + means["data_wait_s"])[active]
-        if colocated:  # the rank's own target is what it waits for
-            busy_s = wait_s / np.maximum(packs, 1.0)
-        seconds, total = max(train_s.mean(), 1e-9), packs.sum()
-        compute_s = np.maximum(train_s - wait_s, 1e-9)
-        data = float(means["data_wait_s"][active].mean() / max(busy_s.mean(), 1e-9)) if active.any() else 0.0
-        return cls(
-            packs_s=total / seconds,
-            tokens_s=float(targets[:, 1 + STATS.index("document_tokens")].sum()) / seconds,
-            target_packs_s=len(targets) / max(busy_s.mean(), 1e-9) if active.any() else 0.0,
-            drafter_packs_s=total / compute_s.mean(),
-            wait_share=float(wait_s.mean() / seconds),
-            data_share=data,
-            q_pre=means["q_pre"].tolist(),
-            q_hs=depth.tolist(),
-            colocated=colocated,
-        )
-
-    def rates(self) -> dict[str, float]:
-        """What is logged: packs and tokens per second of the job, and what each side could do alone."""
-        tokens = self.tokens_s / max(self.packs_s, 1e-9)  # document tokens in a pack
-        return {
-            "packs_s": self.packs_s,
-            "tokens_s": self.tokens_s,
-            "target_packs_s": self.target_packs_s,
-            "target_tokens_s": self.target_packs_s * tokens,
-            "drafter_packs_s": self.drafter_packs_s,
-            "drafter_tokens_s": self.drafter_packs_s * tokens,
-            "wait_share": self.wait_share,
-        }
-
-    def verdict(self) -> str:
-        """Which side holds the other up: drafter ranks that wait are starved by the targets, never the reverse.
-
-        Colocated ranks do both in turn; there it names the side that takes more of their time.
-        """
-        if self.wait_share < 0.1 or (self.colocated and self.drafter_packs_s < self.target_packs_s):
-            return "drafter-bound"
-        return "data-bound" if self.data_share > 0.5 else "target-bound"
-
-
 class RunLog:
     """Writers of one run.
 
@@ -169,6 +104,8 @@ class RunLog:
         epoch_steps: steps in one epoch.
         flops_per_pack: counted operations of one pack.
         peak: FLOP/s of all drafter devices together, None if unknown.
+        expected_tokens_s: speed below half of which is an alarm.
+        description: settings, versions and command, for a page of their own.
     """
 
     def __init__(
@@ -180,6 +117,8 @@ class RunLog:
         epoch_steps: float,
         flops_per_pack: float,
         peak: float | None,
+        expected_tokens_s: float | None,
+        description: str,
     ) -> None:
         self.folder, self.start_step, self.num_steps, self.epoch_steps = folder, start_step, num_steps, epoch_steps
         self.flops_per_pack, self.peak = flops_per_pack, peak
@@ -192,38 +131,70 @@ class RunLog:
         self.began = time.monotonic()
         self.tau = self._last_tau()
         self.eta_from: tuple[int, float] | None = None
+        self.speed, self.told, self.verdicts = SpeedWatch(expected_tokens_s), "", 0
+        self.unwritable: set[str] = set()
+        self._text("run", description, start_step)
 
     def _last_tau(self) -> float | None:
         rows = read_jsonl(self.folder / EVALUATIONS)
         return rows[-1]["pooled"] if rows else None
 
     def step(
-        self, step: int, values: dict[str, float], pipeline: Pipeline, *, memory_gib: float, packs: list[list[int]]
+        self, step: int, values: dict[str, float], accounts: Accounts, *, memory_gib: float, packs: list[list[int]]
     ) -> None:
         """Write one logged step; ``packs`` are the ranges of numbers trained on since the line before."""
-        mfu = pipeline.packs_s * self.flops_per_pack / self.peak if self.peak else None
-        record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **pipeline.rates()}
-        record |= {
-            "q_pre": pipeline.q_pre,
-            "q_hs": pipeline.q_hs,
-            "bound": pipeline.verdict(),
-            "mfu": mfu,
-            "packs": packs,
-        }
-        _append(self.folder / METRICS, record)
-        for name, value in values.items():
-            self.board.add_scalar(f"Train/{name}", value, step)
-        for name, value in pipeline.rates().items():
-            self.board.add_scalar(f"Pipeline/{name}", value, step)
-        for name in ("q_pre", "q_hs"):
-            for rank, depth in enumerate(record[name]):
-                self.board.add_scalar(f"Pipeline/{name}_{rank}", depth, step)
-        self.board.add_scalar("System/memory_gib", memory_gib, step)
-        if mfu is not None:
-            self.board.add_scalar("System/mfu", mfu, step)
-        logger.info(self._line(step, values, pipeline, mfu))
+        mfu = accounts.packs_s * self.flops_per_pack / self.peak if self.peak else None
+        verdict, rates = judge(accounts), accounts.rates()
+        record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
+        record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
+        record |= {"evidence": verdict.evidence, "mfu": mfu, "packs": packs, "seconds": accounts.seconds()}
+        queues = {f"{name}_{rank}": depth for name in ("q_pre", "q_hs") for rank, depth in enumerate(record[name])}
+        busy = float(accounts.drafter("busy").mean())
+        system = {"memory_gib": memory_gib, "mfu": mfu, "gpu_busy": busy if busy >= 0 else None}
+        with self._never_in_the_way(METRICS):
+            _append(self.folder / METRICS, record)
+        groups = {"Train": values, "Pipeline": rates | queues, "Time": record["seconds"], "System": system}
+        with self._never_in_the_way("tensorboard"):
+            for group, scalars in groups.items():
+                for name, value in scalars.items():
+                    if value is not None:
+                        self.board.add_scalar(f"{group}/{name}", value, step)
+        logger.info(self._line(step, values, accounts, verdict, mfu))
+        self._tell(step, verdict, accounts)
 
-    def _line(self, step: int, values: dict[str, float], pipeline: Pipeline, mfu: float | None) -> str:
+    @contextmanager
+    def _never_in_the_way(self, what: str) -> Iterator[None]:
+        """A full disk or a folder that went away is told once and does not stop training."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self.unwritable:
+                self.unwritable.add(what)
+                logger.warning(f"{self.folder / what} cannot be written any more ({error}); training goes on")
+
+    def _text(self, tag: str, text: str, step: int) -> None:
+        with self._never_in_the_way("tensorboard"):
+            self.board.add_text(tag, text, step)
+
+    def _tell(self, step: int, verdict: Verdict, accounts: Accounts) -> None:
+        """The evidence when the verdict is a new one, what other splits would do once, and the loss of speed."""
+        account = f"{verdict} ({accounts.sentence()})"
+        self.verdicts += 1
+        if verdict.name != self.told:
+            self.told = verdict.name
+            self._text("verdict", str(verdict), step)
+            logger.info(account)
+        if self.verdicts == STABLE and (splits := accounts.other_splits()):
+            told = ", ".join(f"{targets}+{drafters} {rate:.2f}" for targets, drafters, rate in splits)
+            logger.info(f"expected packs/s by split: {told}")
+        alarm = self.speed.add(rates_tokens(accounts), account)
+        if alarm is not None:
+            self._text("alarm", alarm, step)
+            logger.warning(f"ALARM: {alarm}")
+
+    def _line(
+        self, step: int, values: dict[str, float], accounts: Accounts, verdict: Verdict, mfu: float | None
+    ) -> str:
         now = time.monotonic()
         if self.eta_from is None:
             self.eta_from = (step, now)  # the first interval is warm-up
@@ -231,12 +202,12 @@ class RunLog:
         eta = short_time(since / done * (self.num_steps - step)) if done else "?"
         tau = f" tau {self.tau:.2f}" if self.tau is not None else ""
         use = f" mfu {mfu:.0%}" if mfu is not None else ""
-        queues = f"q_pre {_ints(pipeline.q_pre)} q_hs {_ints(pipeline.q_hs)}"
+        queues = f"q_pre {_ints(accounts.q_pre())} q_hs {_ints(accounts.drafter('q_hs').tolist())}"
         return (
             f"[{short_time(now - self.began)}] step {step} loss {values['loss']:.3f} acc {values['acc']:.3f}"
-            f" streak {values['streak']:.2f}{tau} lr {values['lr']:.1e} | target {pipeline.target_packs_s:.2f} drafter"
-            f" {pipeline.drafter_packs_s:.2f} packs/s {pipeline.tokens_s / 1e3:.2f} ktok/s{use} | {queues} |"
-            f" {pipeline.verdict()} | epoch {step / self.epoch_steps:.2f} eta {eta}"
+            f" streak {values['streak']:.2f}{tau} lr {values['lr']:.1e} | target {accounts.target_packs_s:.2f} drafter"
+            f" {accounts.drafter_packs_s:.2f} packs/s {rates_tokens(accounts) / 1e3:.2f} ktok/s{use} | {queues} |"
+            f" {verdict.name} | epoch {step / self.epoch_steps:.2f} eta {eta}"
         )
 
     def evaluation(self, step: int, result: Acceptance, name: str) -> None:
@@ -248,10 +219,12 @@ class RunLog:
             "tokens": int(result.tokens.sum()),
             "rounds": int(result.rounds.sum()),
         }
-        _append(self.folder / EVALUATIONS, record)
+        with self._never_in_the_way(EVALUATIONS):
+            _append(self.folder / EVALUATIONS, record)
         self.tau = result.pooled
-        for tag in ("pooled", "mean", "low", "high"):
-            self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)
+        with self._never_in_the_way("tensorboard"):
+            for tag in ("pooled", "mean", "low", "high"):
+                self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)
         logger.info(
             f"held-out {name} acceptance at step {step}: {result.pooled:.3f} [{low:.3f}, {high:.3f}] pooled,"
             f" {result.mean:.3f} per prompt ({len(result.tokens)} prompts)"
@@ -305,6 +278,11 @@ def as_ranges(numbers: Iterable[int]) -> list[list[int]]:
         else:
             ranges.append([number, number])
     return ranges
+
+
+def rates_tokens(accounts: Accounts) -> float:
+    """Document tokens per second through the job."""
+    return accounts.packs_s * accounts.tokens_per_pack
 
 
 def _ints(values: list[float]) -> str:

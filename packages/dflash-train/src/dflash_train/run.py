@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import platform
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,8 +12,10 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from omegaconf import OmegaConf
 
+from dflash_data.clock import StageClock
 from dflash_data.packs import Collator
 from dflash_data.pipeline import MadePack, hidden_states
 from dflash_data.prepare import read_ledger
@@ -106,7 +109,8 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
     buffered = (section.depth + 2) * job.split.num_drafters + 3 * job.split.num_targets
     settled = schedule.first_step_end + buffered
     timeouts = Timeouts(section.start_timeout_seconds, section.timeout_seconds, settled)
-    packs = _target_packs(job, meshes, schedule, collator)
+    clock = StageClock()
+    packs = _target_packs(job, meshes, schedule, collator, clock)
     receiver: Receiver
     if meshes.channel is None:
         assert packs is not None
@@ -115,7 +119,7 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
         sender = SendingChannel(
             job.layout(), job.split, meshes.channel, device=device, timeouts=timeouts, stop=stop
         )  # fmt: skip
-        make_packs(packs, sender, meshes, timeouts, stop, situation)
+        make_packs(packs, sender, meshes, timeouts, stop, situation, clock)
         return
     else:
         receiver = ReceivingChannel(
@@ -127,11 +131,13 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
             depth=section.depth,
             timeouts=timeouts,
         )
-    _train(job, meshes, course, receiver, identity, stop=stop, situation=situation, changes=changes)
+    _train(job, meshes, course, receiver, identity, stop=stop, situation=situation, clock=clock, changes=changes)
     del lock
 
 
-def _target_packs(job: Job, meshes: Meshes, schedule: Schedule, collator: Collator) -> Iterator[MadePack] | None:
+def _target_packs(
+    job: Job, meshes: Meshes, schedule: Schedule, collator: Collator, clock: StageClock
+) -> Iterator[MadePack] | None:
     """The pipeline of a target rank; None on the others."""
     if meshes.target is None:
         return None
@@ -150,6 +156,7 @@ def _target_packs(job: Job, meshes: Meshes, schedule: Schedule, collator: Collat
         num_targets=job.split.num_targets,
         num_workers=job.config.data.workers,
         prefetch=job.config.data.prefetch,
+        clock=clock,
     )
 
 
@@ -236,7 +243,7 @@ def _note_start(job: Job, position: Position, changes: list[str]) -> None:
 
 def _train(
     job: Job, meshes: Meshes, course: Course, receiver: Receiver, identity: dict[str, Any], *, stop: Stop,
-    situation: Situation, changes: list[str],
+    situation: Situation, clock: StageClock, changes: list[str],
 ) -> None:  # fmt: skip
     first = job.split.drafter_rank(meshes.rank) == 0
     log = None
@@ -250,6 +257,8 @@ def _train(
             epoch_steps=course.epoch_steps,
             flops_per_pack=pack_flops(job.drafter, job.config.data.seq_len, job.config.data.anchors_per_pack),
             peak=peak * job.split.num_drafters if peak else None,
+            description=describe(job),
+            expected_tokens_s=expected * 1e3 if (expected := job.config.trainer.expected_ktok_s) else None,
         )
         if not course.heldout_chunks:
             logger.info("no held-out rows: evaluation is off")
@@ -272,8 +281,9 @@ def _train(
     )  # fmt: skip
     situation.at("building the drafter")
     trainer = Trainer(
-        job, meshes, course, receiver=receiver, checkpointer=checkpointer, stop=stop, situation=situation, log=log
-    )
+        job, meshes, course, receiver=receiver, checkpointer=checkpointer, stop=stop, situation=situation, clock=clock,
+        log=log,
+    )  # fmt: skip
     if log is not None:
         logger.info(f"drafter ready in {time.perf_counter() - began:.1f} s")
     trainer.run()
@@ -284,6 +294,13 @@ def _train(
     else:
         kept = f"saved as step-{stop.agreed_step}" if stop.agreed_step else "nothing trained yet"
         logger.info(f"stopped behind step {stop.agreed_step} ({stop.reason}), {kept}. To go on: {same_command()}")
+
+
+def describe(job: Job) -> str:
+    """Settings, versions and command line, as Markdown."""
+    settings = OmegaConf.to_yaml(OmegaConf.structured(job.config))
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    return f"{versions}\n\n    {same_command()}\n\n" + "".join(f"    {line}\n" for line in settings.splitlines())
 
 
 def facts_for_card(job: Job) -> dict[str, Any]:

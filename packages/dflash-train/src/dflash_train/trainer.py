@@ -1,16 +1,19 @@
 """The two loops of the job: target ranks make packs, drafter ranks train on them."""
 
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
 
+from dflash_data.clock import OTHER, StageClock
 from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack
 from dflash_data.pipeline import MadePack
@@ -24,12 +27,14 @@ from dflash_train.evaluate import evaluate_pack
 from dflash_train.finite import FiniteWatch
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes
-from dflash_train.metrics import Interval, Pipeline, RunLog, as_ranges, logger
+from dflash_train.metrics import Interval, RunLog, as_ranges, logger
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.situation import Situation
 from dflash_train.step import DraftStep, Tally
 from dflash_train.stop import Stop
 from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
+from dflash_train.verdict import DRAFTER, STAGES, Accounts
+from dflash_train.watch import CompileWatch, DeviceWatch
 
 GC_INTERVAL = 100
 EVALUATE_STOP_PACKS = 4  # held-out packs between two looks for a stop
@@ -41,20 +46,25 @@ class SkippedStepsError(RuntimeError):
 
 def make_packs(
     packs: Iterable[MadePack], channel: SendingChannel, meshes: Meshes, timeouts: Timeouts, stop: Stop,
-    situation: Situation,
+    situation: Situation, clock: StageClock,
 ) -> None:  # fmt: skip
     """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
     settled = False
     situation.at("making the first pack")
     for made in packs:
         situation.at("handing a pack over", made.pack.item)
-        if stop.targets_agree(meshes.control):
+        with clock.stage("agree"):
+            ended = stop.targets_agree(meshes.control)
+        if ended:
             break
+        spent = clock.take()
+        made.stats |= {f"{stage}_s": float(spent[stage]) for stage in ("agree", "send", OTHER)}
         if not settled and made.pack.item.index >= timeouts.settled:
             meshes.settle(timeouts.later)
             settled = True
         if made.pack.item.stream is not Stream.PADDING:
-            channel.send(made)
+            with clock.stage("send"):
+                channel.send(made)
         situation.at("making the next pack")
     situation.at("waiting for the drafter ranks")
     channel.close()
@@ -106,13 +116,15 @@ class Trainer:
 
     def __init__(
         self, job: Job, meshes: Meshes, course: Course, *, receiver: Receiver, checkpointer: Checkpointer, stop: Stop,
-        situation: Situation, log: RunLog | None,
+        situation: Situation, clock: StageClock, log: RunLog | None,
     ) -> None:  # fmt: skip
         assert meshes.drafter is not None
         self.job, self.meshes, self.course = job, meshes, course
         self.group = meshes.drafter.get_group()
         self.receiver, self.checkpointer, self.log = receiver, checkpointer, log
-        self.stop, self.situation = stop, situation
+        self.stop, self.situation, self.clock = stop, situation, clock
+        self.compiling = CompileWatch(lambda alarm: logger.warning(f"ALARM: {alarm}"))
+        self.devices = DeviceWatch(meshes.device)
         self.drafter = build_drafter(job, meshes)
         self.optimizers, self.lr_schedule = build_optimizer(
             self.drafter, job.config.optimizer, job.config.trainer.steps
@@ -139,12 +151,14 @@ class Trainer:
         for index, segment in enumerate(segments):
             follows = index + 1 < len(segments) and segments[index + 1].stream is Stream.HELDOUT
             if segment.stream is Stream.HELDOUT:
-                acceptance = self.evaluate(segment)
+                with self.clock.stage("evaluate"):
+                    acceptance = self.evaluate(segment)
                 stopped = self.stop.agreed_step is not None
                 evaluated = not stopped
             else:
                 self._train(segment, collector)
-                stopped = self.stop.drafters_agree(self.meshes.control, segment.step)
+                with self.clock.stage("agree"):
+                    stopped = self.stop.drafters_agree(self.meshes.control, segment.step)
                 acceptance, evaluated = None, not follows
             due = self._is_due(segment.step, self.job.config.checkpoint.interval) and not follows
             if segment.step and (due or stopped):
@@ -157,22 +171,36 @@ class Trainer:
 
     def _train(self, segment: Segment, collector: GarbageCollection) -> None:
         """One step and what belongs to it: its log line, the news of saving, the watch over gradients."""
-        began = time.perf_counter()
         self.situation.at(f"training step {segment.step}")
-        self.train_step(range(segment.first_number, segment.first_number + segment.count))
+        with self._traced(segment.step):
+            self.train_step(range(segment.first_number, segment.first_number + segment.count))
         collector.run(segment.step)
         if segment.step == self.course.position.step + 1:
             self.meshes.settle(self.job.config.channel.timeout_seconds)
+            self.compiling.settle()
         if self._is_due(segment.step, self.job.config.log.interval) or segment.step == 1:
-            self._write_log(segment.step, began)
-        else:
-            self.interval.train_s += time.perf_counter() - began
+            with self.clock.stage("log"):
+                self._write_log(segment.step)
         self._finish_save(wait=False)
         if self.finite.too_many:
             self.stop.end(segment.step, first=self.own_rank == 0)
             self.save(segment.step, None, evaluated=False)
             self._finish_save(wait=True)
             raise SkippedStepsError(self.finite.sentence())
+
+    @contextmanager
+    def _traced(self, step: int) -> Iterator[None]:
+        """Write a trace of the step if ``profile.steps`` names it."""
+        if self.log is None or step not in self.job.config.profile.steps:
+            yield
+            return
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.meshes.device.type == "cuda" else [])]
+        with profile(activities=kinds) as trace:
+            yield
+        folder = self.job.run_dir / "profile"
+        folder.mkdir(exist_ok=True)
+        trace.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
+        logger.info(f"traced step {step}: {folder / f'step-{step}.json.gz'}, for ui.perfetto.dev")
 
     def train_step(self, numbers: range) -> None:
         """One optimizer step over this rank's share of the packs with these numbers.
@@ -187,18 +215,21 @@ class Trainer:
             assert isinstance(self.drafter, FSDPModule)
             self.drafter.set_requires_gradient_sync(last)
             self.drafter.set_reshard_after_backward(last)
-            loss_sum, weight_sum = self.draft.loss(pack, self.tally)
-            loss_sum.backward()
-            weight_total += weight_sum
-        dist.all_reduce(weight_total, group=self.group)
-        self.grad_norm, self.lr = apply_gradients(
-            self.drafter, self.optimizers, self.lr_schedule,
-            scale=self.job.split.num_drafters / weight_total.clamp_min(1e-6),
-            max_norm=self.job.config.optimizer.max_grad_norm,
-        )  # fmt: skip
-        finite = torch.isfinite(self.grad_norm)
-        self.tally.commit(finite)
-        self._report_skipped(self.finite.add(finite, numbers))
+            with self.clock.stage("compute"):
+                loss_sum, weight_sum = self.draft.loss(pack, self.tally)
+                loss_sum.backward()
+                weight_total += weight_sum
+        with self.clock.stage("compute"):
+            dist.all_reduce(weight_total, group=self.group)
+            self.grad_norm, self.lr = apply_gradients(
+                self.drafter, self.optimizers, self.lr_schedule,
+                scale=self.job.split.num_drafters / weight_total.clamp_min(1e-6),
+                max_norm=self.job.config.optimizer.max_grad_norm,
+            )  # fmt: skip
+            finite = torch.isfinite(self.grad_norm)
+            self.tally.commit(finite)
+        with self.clock.stage("device"):  # the flag of the step before: the device is still at it, or was too fast
+            self._report_skipped(self.finite.add(finite, numbers))
 
     def _report_skipped(self, steps: Iterable[range]) -> None:
         for packs in steps:
@@ -240,13 +271,12 @@ class Trainer:
 
     def save(self, step: int, acceptance: float | None, *, evaluated: bool) -> None:
         """Begin to write a checkpoint; training goes on when the state is copied."""
-        began = time.perf_counter()
         self.situation.at(f"saving step {step}")
-        self._report_skipped(self.finite.settle())
-        self._finish_save(wait=True)
-        position = self._position(step, acceptance, evaluated=evaluated)
-        self.checkpointer.save(position, self.drafter, self.optimizers, self.lr_schedule)
-        self.interval.save_s += time.perf_counter() - began
+        with self.clock.stage("save"):
+            self._report_skipped(self.finite.settle())
+            self._finish_save(wait=True)
+            position = self._position(step, acceptance, evaluated=evaluated)
+            self.checkpointer.save(position, self.drafter, self.optimizers, self.lr_schedule)
 
     def _finish_save(self, *, wait: bool) -> None:
         news = self.checkpointer.wait() if wait else self.checkpointer.finished()
@@ -280,7 +310,8 @@ class Trainer:
         self.interval.numbers += parts[self.own_rank]["packs"]
 
     def _receive(self) -> HiddenPack:
-        pack = self.receiver.receive()
+        with self.clock.stage("receive"):
+            pack = self.receiver.receive()
         self.situation.at(self.situation.doing, pack.item)
         self.interval.add_pack(pack.item, pack.stats)
         return pack
@@ -288,33 +319,40 @@ class Trainer:
     def _is_due(self, step: int, interval: int) -> bool:
         return step % interval == 0 or step == self.job.config.trainer.steps
 
-    def _write_log(self, step: int, began: float) -> None:
+    def _write_log(self, step: int) -> None:
         """Reduce over the drafter ranks and write; the only place in training that waits for the device."""
         self._report_skipped(self.finite.settle())
         split, device = self.job.split, self.meshes.device
         dist.all_reduce(self.tally.sums, group=self.group)
         sums, grad_norm = self.tally.sums.tolist(), float(self.grad_norm)
-        self.interval.train_s += time.perf_counter() - began
-        drafters = torch.zeros(split.num_drafters, 4, dtype=torch.float64)
-        waited = self.interval.wait_s + self.receiver.waiting.take()
-        own = [waited, self.interval.train_s, self.interval.packs, self.receiver.depth()]
-        drafters[self.own_rank] = torch.tensor(own, dtype=torch.float64)
-        targets = torch.from_numpy(self.interval.targets)
-        for tensor in (drafters, targets):
-            dist.all_reduce(tensor, group=self.meshes.control)
+        compiled = self.compiling.take()
+        drafters = np.zeros((split.num_drafters, len(DRAFTER)))
+        drafters[self.own_rank] = self._own_account(compiled.seconds)
+        targets = self.interval.targets
+        for table in (drafters, targets):
+            dist.all_reduce(torch.from_numpy(table), group=self.meshes.control)
         numbers: list[list[int]] = [[] for _ in range(split.num_drafters)]
         dist.all_gather_object(numbers, self.interval.numbers, group=self.meshes.control)
+        for reason in compiled.reasons:
+            logger.warning(f"ALARM: compiled again on drafter rank {self.meshes.rank}: {reason}")
         if self.log is not None:
             values = Tally.read(sums, self.job.drafter.block_size)
-            values |= {
-                "grad_norm": grad_norm,
-                "lr": self.lr,
-                "skipped": self.finite.skipped,
-                "save_s": self.interval.save_s,
-            }
-            pipeline = Pipeline.measure(targets.numpy(), drafters.numpy(), colocated=split.colocated)
+            values |= {"grad_norm": grad_norm, "lr": self.lr, "skipped": self.finite.skipped}
+            accounts = Accounts(split, self.job.config.trainer.packs_per_step, targets, drafters, device.type == "cuda")
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             packs = as_ranges(number for part in numbers for number in part)
-            self.log.step(step, values, pipeline, memory_gib=memory, packs=packs)
+            self.log.step(step, values, accounts, memory_gib=memory, packs=packs)
         self.tally = Tally(self.job.drafter.block_size, device)
         self.interval = Interval.empty(split.num_targets)
+
+    def _own_account(self, compile_s: float) -> list[float]:
+        """This rank's row of ``Accounts.drafters``."""
+        spent = self.clock.take()
+        if self.job.split.colocated:  # the target is at work while this rank receives
+            spent["receive"] += spent["data"] + spent["forward"]
+        waited = self.interval.wait_s + self.receiver.waiting.take()
+        rest = {
+            "compile": compile_s, "wait": waited, "packs": self.interval.packs, "q_hs": self.receiver.depth(),
+            "busy": self.devices.take(),
+        }  # fmt: skip
+        return [float(spent[name]) if name in STAGES else float(rest[name]) for name in DRAFTER]

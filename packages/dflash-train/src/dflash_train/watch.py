@@ -1,0 +1,132 @@
+"""Watching compilation and speed: what happens once is the start, what happens again is an alarm."""
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch._dynamo.config
+from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.utils import get_compilation_metrics
+
+SAMPLE_SECONDS = 0.5
+LASTING = 3  # intervals below half of the best speed
+WARM_UP = 2  # intervals that set no best
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """Since the last look: how many, the seconds they took, and of those that should not have been why."""
+
+    count: int
+    seconds: float
+    reasons: list[str]
+
+
+class CompileWatch:
+    """Counts what torch.compile does in this process.
+
+    Args:
+        report: takes the alarms that cannot wait for a log line.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._seen = report, len(get_compilation_metrics())
+        self._settled, self._main = False, threading.main_thread().ident
+        self._began, self._seconds, self._depth = 0.0, 0.0, 0
+        callback_handler.register_start_callback(self._started)
+        callback_handler.register_end_callback(self._ended)
+        if torch._dynamo.config.force_compile_during_fx_trace:
+            report(
+                "torch._dynamo.config.force_compile_during_fx_trace is on; it hides races and costs speed: turn it off"
+            )
+
+    def settle(self) -> None:
+        """The first step is through: from now on a compilation is news."""
+        self._settled = True
+
+    def take(self) -> Compilations:
+        """What was compiled since the last call."""
+        records = list(get_compilation_metrics())
+        new, self._seen = records[self._seen :], len(records)
+        seconds, self._seconds = self._seconds, 0.0
+        again = [record for record in new if record.recompile_reason or self._settled] if new else []
+        reasons = [
+            f"{record.co_name} ({record.co_filename}:{record.co_firstlineno}):"
+            f" {' '.join(str(record.recompile_reason or 'compiled for the first time').split())[:300]}"
+            for record in again
+        ]
+        return Compilations(len(new), seconds, reasons)
+
+    def close(self) -> None:
+        """Stop watching."""
+        callback_handler.remove_start_callback(self._started)
+        callback_handler.remove_end_callback(self._ended)
+
+    def _started(self, _: CallbackArgs) -> None:
+        if threading.get_ident() != self._main:
+            self._report(f"thread {threading.current_thread().name} compiles; only the main thread may")
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._began = time.perf_counter()
+
+    def _ended(self, _: CallbackArgs) -> None:
+        if threading.get_ident() != self._main:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += time.perf_counter() - self._began
+
+
+class DeviceWatch:
+    """How busy this rank's GPU is, sampled by the driver (NVML) on a thread of its own.
+
+    Without a GPU or the driver's Python interface it knows nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._samples: list[float] = []
+        if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
+            threading.Thread(target=self._sample, args=(device,), name="device-watch", daemon=True).start()
+
+    def take(self) -> float:
+        """Share of the time since the last call with a kernel running; -1 if unknown."""
+        samples, self._samples = self._samples, []
+        return sum(samples) / len(samples) / 100 if samples else -1.0
+
+    def _sample(self, device: torch.device) -> None:
+        while True:
+            self._samples.append(float(torch.cuda.utilization(device)))
+            time.sleep(SAMPLE_SECONDS)
+
+
+class SpeedWatch:
+    """Notices that the job has become slower than it was, or than it should be.
+
+    Args:
+        expected_tokens_s: what is expected, if anything.
+    """
+
+    def __init__(self, expected_tokens_s: float | None) -> None:
+        self._expected, self._best, self._account = expected_tokens_s, 0.0, ""
+        self._slow, self._intervals = 0, 0
+
+    def add(self, tokens_s: float, account: str) -> str | None:
+        """An interval's speed and account; returns an alarm once when it has been below half for a while."""
+        self._intervals += 1
+        if self._intervals <= WARM_UP:
+            return None
+        if tokens_s > self._best:
+            self._best, self._account = tokens_s, account
+        limit = max(self._best, self._expected or 0.0) / 2
+        self._slow = self._slow + 1 if tokens_s < limit else 0
+        if self._slow != LASTING:
+            return None
+        whose = "this run's best" if self._best >= (self._expected or 0.0) else "trainer.expected_ktok_s"
+        return (
+            f"{tokens_s / 1e3:.2f} ktok/s for {LASTING} log intervals is less than half of {whose}"
+            f" ({2 * limit / 1e3:.2f}); then: {self._account or 'no account'}; now: {account}"
+        )

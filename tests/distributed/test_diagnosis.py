@@ -1,0 +1,138 @@
+"""Causes of slowness planted in real jobs (2 target and 2 drafter ranks): the log names each of them."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dflash_data.packs import Collator
+from dflash_data.target import ShardedTarget
+from dflash_model import Drafter
+from dflash_train.channel import SendingChannel
+from dflash_train.checkpoint import Checkpointer
+from dflash_train.cli import parse
+from dflash_train.config import RunConfig
+from dflash_train.job import check_job
+from dflash_train.run import run_job
+from dflash_train.situation import Situation
+from dflash_train.step import DraftStep
+from support.jobs import QWEN3, logged, settings
+from support.ranks import run_ranks
+
+TARGETS, DRAFTERS = (0, 1), (2, 3)
+SLOW = {
+    "trainer.steps": 24, "log.interval": 4, "evaluate.packs": 0, "checkpoint.interval": 100,
+    "channel.depth": 1, "data.prefetch": 2,
+    "trainer.packs_per_step": 2, "mesh.target": 2, "mesh.drafter": 2,
+}  # fmt: skip
+
+
+def slowed(owner: type, name: str, seconds: float, ranks: tuple[int, ...]) -> Callable[[int], None]:
+    """A method takes longer on some ranks."""
+
+    def plant(rank: int) -> None:
+        plain = getattr(owner, name)
+
+        def slow(*args: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return plain(*args, **options)
+
+        if rank in ranks:
+            setattr(owner, name, slow)
+
+    return plant
+
+
+def recompiling(rank: int) -> None:
+    """Every step has another shape for a compiler that takes its time."""
+    plain, calls = DraftStep.loss, iter(range(2, 1000))
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        time.sleep(0.2)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+
+    def loss(self: DraftStep, pack: Any, tally: Any) -> Any:
+        compiled(torch.ones(next(calls)))
+        return plain(self, pack, tally)
+
+    if rank in DRAFTERS:
+        DraftStep.loss = loss  # type: ignore[method-assign] - in a forked process
+
+
+def diagnosed(folder: Path, plant: Callable[[int], None], **changes: Any) -> tuple[list[dict[str, Any]], str]:
+    """Rows behind the start, when buffers are as full as they stay, and the log."""
+    argv = settings(folder, QWEN3, **SLOW | changes)
+
+    def work(rank: int) -> None:
+        plant(rank)
+        run_job(check_job(parse(RunConfig, argv, ""), dist.get_world_size()))
+
+    run_ranks(work, 4, folder)
+    return logged(folder)[3:], (folder / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("plant", "changes", "name", "evidence"),
+    [
+        (slowed(ShardedTarget, "__call__", 0.2, TARGETS), {}, "target-bound", "in the target's forward"),
+        (slowed(DraftStep, "loss", 0.2, DRAFTERS), {}, "drafter-bound", "a drafter rank takes 0.2"),
+        (slowed(Collator, "__call__", 0.4, TARGETS), {}, "data-bound", "target ranks spend .* waiting for data"),
+        (slowed(Collator, "__call__", 0.5, (1,)), {}, "data-bound", "target rank 1, for which the others wait, spend"),
+        (slowed(SendingChannel, "_deliver", 0.25, TARGETS), {}, "channel-bound", "handing packs over"),
+        (slowed(Situation, "at", 0.1, TARGETS), {}, "host-bound", "target ranks spend .* outside of data, forward"),
+        (slowed(Situation, "at", 0.05, DRAFTERS), {}, "host-bound", "drafter rank . spends .*% of its time outside"),
+        (slowed(Checkpointer, "_write", 0.3, DRAFTERS), {"checkpoint.interval": 1}, "checkpoint", "s of .* s"),
+        (recompiling, {}, "compiling", "s of .* s"),
+    ],
+    ids=["target", "drafter", "data", "one rank", "channel", "target host", "drafter host", "disk", "recompiles"],
+)  # fmt: skip
+def test_planted_causes_are_named(
+    tmp_path: Path, plant: Callable[[int], None], changes: dict[str, Any], name: str, evidence: str
+) -> None:
+    rows, log = diagnosed(tmp_path / "job", plant, **changes)
+    assert [row["bound"] for row in rows] == [name] * len(rows), [row["evidence"] for row in rows]
+    assert re.search(evidence, rows[-1]["evidence"]), rows[-1]["evidence"]
+    assert f"{name}: " in log
+    for row in rows:
+        spent = sum(value for stage, value in row["seconds"].items() if stage.startswith("drafter_"))
+        assert spent - row["seconds"]["drafter_compile_s"] == pytest.approx(row["seconds"]["interval_s"])
+    if name == "compiling":
+        assert "ALARM: compiled again on drafter rank 2" in log
+
+
+def test_the_story_this_project_comes_from(tmp_path: Path) -> None:
+    """Prefetch queues full, the hidden-state queue empty, drafters idle: the targets are slow, not the drafters."""
+    plant = slowed(ShardedTarget, "__call__", 0.2, TARGETS)
+    rows, log = diagnosed(tmp_path / "job", plant, **{"data.prefetch": 46})
+    last = rows[-1]
+    assert min(last["q_pre"]) > 30
+    assert last["q_hs"] == [0.0, 0.0]
+    assert last["bound"] == "target-bound"
+    assert "target-bound: drafter ranks wait" in log
+    assert last["drafter_packs_s"] > 2 * last["target_packs_s"]
+
+
+def test_only_the_main_thread_computes(tmp_path: Path) -> None:
+    """Neither the target's nor the drafter's forward ever runs on another thread: nothing races in the compiler."""
+
+    def plant(rank: int) -> None:
+        for owner, name in ((ShardedTarget, "__call__"), (Drafter, "forward")):
+            plain = getattr(owner, name)
+
+            def checked(*args: Any, plain: Any = plain, **options: Any) -> Any:
+                assert threading.current_thread() is threading.main_thread()
+                return plain(*args, **options)
+
+            setattr(owner, name, checked)
+
+    rows, log = diagnosed(tmp_path / "job", plant)
+    assert len(rows) == 4
+    assert "compiles; only the main thread may" not in log
