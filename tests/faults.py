@@ -77,7 +77,7 @@ KILL, FREEZE, TERM, INT = send(signal.SIGKILL), send(signal.SIGSTOP), send(signa
 START, STEP, EVALUATION, SAVE = "drafter ready", "step 13", "second evaluation", "step-10 is saved"
 PATTERNS = {START: START, STEP: "step 13 ", EVALUATION: "(?s)evaluating on .*evaluating on ", SAVE: "saved .*step-10"}
 STOPPED = r"stopped behind step \d+ \(SIG(TERM|INT) on .*torchrun --nproc-per-node"
-GONE = "error: .* rank {} .*is gone"
+GONE = r"error: .*rank {} \(.*is gone"
 CELLS = [
     *(
         Cell("SIGKILL", moment, rank, GONE.format(rank), KILL)
@@ -96,7 +96,8 @@ CELLS = [
     ),
     *(Cell("SIGTERM", STEP, rank, STOPPED, TERM, clean=True) for rank in (0, 3)),
     Cell("SIGINT", STEP, 2, STOPPED, INT, clean=True),
-    Cell("SIGINT while rank 3 is frozen", STEP, 0, "rank 3 .*is stopped; .*no agreement is possible", INT),
+    Cell("SIGINT while rank 3 is frozen", STEP, 0, "rank 3 .*is stopped; .*SIGINT, and (the job is not|no agreement)",
+         INT),
     Cell("exception in a data thread", "the 12th call", 0, "target rank 0, .*ValueError: planted in collate",
          fault="collate"),
     Cell("failing transfer", "the 12th call", 1, "target rank 1, .*planted in a transfer", fault="transfer"),

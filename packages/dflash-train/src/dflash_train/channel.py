@@ -362,5 +362,9 @@ class LocalChannel:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's words, shortened; its type if it has none."""
-    return str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+    """The first line of an error's words, shortened; its type if it has none.
+
+    torchdata wraps what a data thread raises; there the last line has its own words.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if lines[0].startswith("Caught ") else 0].strip()[:160]

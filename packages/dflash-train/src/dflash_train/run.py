@@ -71,11 +71,7 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
     """
     device, stop = pick_device(job), stop or Stop()
     if not dist.is_initialized():
-        timeout = timedelta(seconds=job.config.channel.start_timeout_seconds)
-        if "RANK" in os.environ:
-            dist.init_process_group("gloo", timeout=timeout)
-        else:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        _meet(timedelta(seconds=job.config.channel.start_timeout_seconds))
     meshes = make_meshes(job.split, device, job.config.channel.start_timeout_seconds)
     situation = situation or Situation.of(job.split, meshes.rank)
     situation.meet()
@@ -133,6 +129,20 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
         )
     _train(job, meshes, course, receiver, identity, stop=stop, situation=situation, clock=clock, changes=changes)
     del lock
+
+
+def _meet(timeout: timedelta) -> None:
+    """Initialise the default group, which is gloo.
+
+    torchrun's store outlives a restart of the ranks (``--max-restarts``) on one host, and would hand the new ranks the
+    addresses of the old ones: each attempt gets keys of its own.
+    """
+    if "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _target_packs(
