@@ -57,6 +57,7 @@ def recompiling(rank: int) -> None:
         time.sleep(0.2)
         return graph.forward
 
+    torch._dynamo.config.recompile_limit = 1000
     compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
 
     def loss(self: DraftStep, pack: Any, tally: Any) -> Any:
@@ -110,10 +111,10 @@ def test_planted_causes_are_named(
 
 def test_the_story_this_project_comes_from(tmp_path: Path) -> None:
     """Prefetch queues full, the hidden-state queue empty, drafters idle: the targets are slow, not the drafters."""
-    plant = slowed(ShardedTarget, "__call__", 0.2, TARGETS)
-    rows, log = diagnosed(tmp_path / "job", plant, **{"data.prefetch": 46})
-    last = rows[-1]
-    assert min(last["q_pre"]) > 30
+    plant = slowed(ShardedTarget, "__call__", 0.1, TARGETS)
+    rows, log = diagnosed(tmp_path / "job", plant, **{"data.prefetch": 46, "trainer.steps": 80})
+    last = rows[1]
+    assert min(last["q_pre"]) > 40
     assert last["q_hs"] == [0.0, 0.0]
     assert last["bound"] == "target-bound"
     assert "target-bound: drafter ranks wait" in log

@@ -211,7 +211,7 @@ def _slow_targets(seen: Accounts) -> Verdict:
     launched = parts["forward"].mean()
     parts["forward"], parts["send"] = parts["forward"] + behind, np.maximum(parts["send"] - behind, 0)
     rounds = sum(parts.values()) + seen.target("agree_s")
-    slow = _odd_rank(seen.target("agree_s"), float(np.mean(rounds)))
+    slow = _late_rank(parts["data"] + parts["other"], float(np.mean(rounds)))
     means = {name: float(part.mean() if slow is None else part[slow]) for name, part in parts.items()}
     who = "target ranks" if slow is None else f"target rank {slow}, for which the others wait,"
     kind = max(means, key=lambda name: means[name])
@@ -239,6 +239,13 @@ def _odd_rank(agree: Values, interval: float) -> int | None:
     if len(agree) < 2 or float(np.sort(agree)[1] - agree.min()) < SKEW * interval:
         return None
     return int(np.argmin(agree))
+
+
+def _late_rank(own: Values, round_s: float) -> int | None:
+    """The target rank whose own business keeps it, while the others wait for it in the collectives of the forward."""
+    if len(own) < 2 or float(own.max() - np.sort(own)[-2]) < SKEW * round_s:
+        return None
+    return int(np.argmax(own))
 
 
 def _better(seen: Accounts) -> str:
