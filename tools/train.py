@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     stop.listen(situation)
     try:
         run_job(job, stop, situation)
-        leave(stop)
+        leave(stop, situation, config.channel.start_timeout_seconds)
     except UserError:
         raise
     except (ChannelError, CheckpointError, SkippedStepsError) as error:

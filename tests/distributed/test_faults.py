@@ -69,7 +69,7 @@ def test_a_rank_that_cannot_agree_leaves_in_time(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.5)
     code, words = listening([(0.0, signal.SIGTERM)], Situation(0, "target rank", tmp_path / "log", "making a pack"))
     assert code == 1
-    assert "not done within 0 s; the last complete checkpoint stays" in words
+    assert "no agreement within 0 s; the last checkpoint stays" in words
 
 
 @pytest.mark.parametrize(("harm", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])

@@ -22,14 +22,17 @@ from dflash_train.audit import audit, report
 from dflash_train.checkpoint import CheckpointError
 from dflash_train.cli import parse
 from dflash_train.config import RunConfig
+from dflash_train.finite import FiniteWatch
 from dflash_train.job import check_job
+from dflash_train.metrics import append, read_jsonl
+from dflash_train.resume import clear_leftovers
 from dflash_train.retention import Retention, list_checkpoints
 from dflash_train.run import run_job
 from dflash_train.situation import Situation
 from dflash_train.step import DraftStep
 from dflash_train.stop import Stop
 from dflash_train.trainer import SkippedStepsError
-from support.jobs import QWEN3, assert_same_ending, evaluations, logged, run, settings, without_times
+from support.jobs import QWEN3, assert_same_ending, evaluations, logged, run, settings, state_of, without_times
 from support.ranks import run_ranks
 
 STEPS = 7
@@ -191,14 +194,22 @@ def test_a_changed_setting_is_refused_unless_it_is_allowed(straight: Path) -> No
     ):
         argv = settings(folder, QWEN3, **SPARSE | change)
         assert sentence in run_ranks(outcome(argv, UserError), 1, folder)[0]
-    changes = {"trainer.packs_per_step": 3, "trainer.steps": 9}
+    shape = settings(folder, QWEN3, **SPARSE | {"drafter.num_layers": 3, "resume.allow": "drafter"})
+    assert (
+        "resume.allow names drafter; another shape takes another run"
+        in run_ranks(outcome(shape, UserError), 1, folder)[0]
+    )
+    changes = {"trainer.packs_per_step": 3, "trainer.steps": 9, "optimizer.weight_decay": 0.25}
     run(folder, 1, QWEN3, **SPARSE | changes, **{"resume.allow": ",".join(changes)})
     found = audit(folder / "run")
     assert (found.exact, found.packs) == (True, 5 * 6 + 4 * 3)
     assert found.starts[-1]["changes"] == [
         "trainer.packs_per_step was 6 up to step 5, now 3",
         "trainer.steps was 7 up to step 5, now 9",
+        "optimizer.weight_decay was 0.0 up to step 5, now 0.25",
     ]
+    decays = {value for name, value in state_of(folder, 9).items() if name.endswith(".weight_decay")}
+    assert decays == {0.0, 0.25}, "the loaded state does not put the old one back"
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
@@ -242,6 +253,50 @@ def test_a_flipped_byte_is_found(straight: Path, name: str) -> None:
     assert_same_ending(straight, folder, STEPS)
 
 
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda text: text[:100], "is damaged"),
+        (lambda text: text.replace('"packs": 42', '"packs": 24'), "is not what was written"),
+        (None, "is missing"),
+    ],
+)
+def test_a_damaged_manifest_is_named(straight: Path, harm: Callable[[str], str] | None, problem: str) -> None:
+    folder = start_like(straight, "manifest")
+    shutil.copytree(straight / "run", folder / "run", dirs_exist_ok=True, symlinks=True)
+    manifest = folder / "run" / "checkpoints" / f"step-{STEPS}" / "manifest.json"
+    text = manifest.read_text()
+    manifest.unlink() if harm is None else manifest.write_text(harm(text))
+    sentence = run_ranks(outcome(settings(folder, QWEN3, **SPARSE), UserError), 1, folder)[0]
+    assert (
+        sentence == f"{manifest} {problem}; remove {manifest.parent} and the same command continues from the one before"
+    )
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    """A checkpoint that was about to be replaced is put back; half-written and half-removed ones go."""
+    for name in ("step-10", "step-20.superseded", "step-20.partial", "step-10.superseded", "step-5.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(name)
+    (tmp_path / "step-0030").mkdir()
+    clear_leftovers(tmp_path)
+    assert list_checkpoints(tmp_path) == [10, 20]
+    assert (tmp_path / "step-20" / "manifest.json").read_text() == "step-20.superseded"
+    assert (tmp_path / "step-10" / "manifest.json").read_text() == "step-10"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0030", "step-10", "step-20"]
+
+
+def test_a_target_with_other_weights_is_another_run(straight: Path) -> None:
+    folder = start_like(straight, "other-target")
+    run_and_stop(folder, 1, 0, MOMENTS["in a step"], **SPARSE)
+    weights = folder / "run" / "target" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    sentence = run_ranks(outcome(settings(folder, QWEN3, **SPARSE), UserError), 1, folder)[0]
+    assert "run.dir holds a run with target.files" in sentence
+
+
 def limit_files() -> None:
     """As a full disk: writing beyond a few hundred kB fails."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -280,7 +335,10 @@ def test_a_folder_in_use_is_refused(straight: Path) -> None:
     process = job_process(argv, 1, folder)
     while not (folder / "run" / "metrics.jsonl").is_file():
         time.sleep(0.05)
+    under_way = folder / "run" / "checkpoints" / "step-499.partial"
+    under_way.mkdir(parents=True)
     sentence = run_ranks(outcome(argv, UserError), 1, folder)[0]
+    assert under_way.is_dir(), "the other job may be writing it"
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     assert "another job is running in it" in sentence
@@ -317,6 +375,27 @@ def test_a_diverged_run_stops_with_a_checkpoint(straight: Path) -> None:
     step = list_checkpoints(folder / "run" / "checkpoints")[-1]
     manifest = json.loads((folder / "run" / "checkpoints" / f"step-{step}" / "manifest.json").read_text())
     assert manifest["position"]["skipped_in_a_row"] == 4, "flags are read a step late"
+
+
+def test_a_run_that_was_stopped_for_them_gets_another_chance() -> None:
+    assert (FiniteWatch(3, 5, 3).in_a_row, FiniteWatch(3, 5, 2).in_a_row) == (0, 2)
+
+
+def test_an_evaluation_that_is_done_again_is_told_once(straight: Path) -> None:
+    """Stopped in it, resumed, killed behind its line, resumed: the line of the lost one goes."""
+    folder = start_like(straight, "evaluated")
+    run_and_stop(folder, 3, 2, MOMENTS["evaluating"], **SPARSE)
+    append(folder / "run" / "evaluations.jsonl", {"step": 4, "tokens": 1, "rounds": 1, "pooled": 1.0})
+    run(folder, 3, QWEN3, **SPARSE)
+    assert_same_ending(straight, folder, STEPS)
+
+
+def test_a_torn_line_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    append(path, {"step": 3})
+    assert read_jsonl(path) == [{"step": 1}, {"step": 3}]
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n'
 
 
 # The audit -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Legend: S tokens of the row, E = taps * target width.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ ATTENTION = {"full_attention", "sliding_attention"}
 DELTA_NET = "linear_attn"  # the gated delta net's name in a layer of Qwen3-Next and Qwen3.5
 
 
+SAMPLE_BYTES = 1 << 16
+
+
 @dataclass(frozen=True)
 class TargetModel:
     """A target before anything is allocated.
@@ -46,6 +50,18 @@ class TargetModel:
         """The folder of a target that has one (an inline target gets one before it is loaded)."""
         assert self.folder is not None
         return self.folder
+
+    def fingerprint(self) -> str:
+        """Tells two checkpoints of one name apart: configuration, file sizes, and three places of each weight file."""
+        known = hashlib.sha256((self.location / "config.json").read_bytes())
+        for path in sorted(self.location.glob("*.safetensors")):
+            size = path.stat().st_size
+            known.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for place in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
+                    file.seek(place)
+                    known.update(file.read(SAMPLE_BYTES))
+        return known.hexdigest()
 
     def build_meta(self, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
         """The causal language model on the meta device, cut after ``num_layers`` layers.

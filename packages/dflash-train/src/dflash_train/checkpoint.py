@@ -8,7 +8,6 @@ a flipped byte without a word.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -27,8 +26,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from dflash_model import Drafter, save_drafter
-from dflash_train.retention import BEST, MANIFEST, Retention, list_checkpoints, read_manifest
+from dflash_model import Drafter, UserError, save_drafter
+from dflash_train.retention import (
+    BEST,
+    MANIFEST,
+    REMOVED,
+    SUPERSEDED,
+    Retention,
+    list_checkpoints,
+    read_manifest,
+    write_manifest,
+)
 from dflash_train.titan import LRSchedulersContainer, OptimizersContainer
 
 Value = TypeVar("Value")
@@ -126,9 +134,17 @@ class Checkpointer:
     ) -> None:
         """Restore ``step-N`` in place, whatever number of ranks wrote it."""
         state = _state(drafter, optimizers, schedule)
-        dcp.load(state, checkpoint_id=self.folder / f"step-{step}" / "state", process_group=self.group)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        settings = [{name: group[name] for name in ("weight_decay", "betas")} for group in groups]
+        try:
+            dcp.load(state, checkpoint_id=self.folder / f"step-{step}" / "state", process_group=self.group)
+        except CheckpointException as error:
+            raise CheckpointError(f"checkpoint step-{step} cannot be loaded: {_reason(error)}") from error
         drafter.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizer"])
+        for optimizer in optimizers:  # the loaded state has those of the run that wrote it; this one's may be allowed
+            for group, own in zip(optimizer.param_groups, settings, strict=False):
+                group.update(own)
         with warnings.catch_warnings():  # torchtitan recomputes the rate with a method that torch warns about
             warnings.filterwarnings("ignore", message="To get the last learning rate")
             schedule.load_state_dict(state["schedule"])
@@ -158,27 +174,28 @@ class Checkpointer:
             files = {name: value for part in parts for name, value in part.items()}
             files |= {str(path.relative_to(work)): digest(path) for path in sorted((work / "dflash").iterdir())}
             manifest = {"step": position.step, "position": asdict(position), **self.identity, "facts": self.facts}
-            (work / MANIFEST).write_text(json.dumps(manifest | {"files": files}, indent=2) + "\n")
+            write_manifest(work, manifest | {"files": files})
             for path in (*(work / "dflash").iterdir(), work / MANIFEST, work / "state", work / "dflash", work):
                 sync(path)
-            self._publish(work, final)
+            if final.exists():  # damaged and left there, or written before its evaluation was done
+                aside = final.with_name(final.name + SUPERSEDED)
+                shutil.rmtree(aside, ignore_errors=True)
+                final.rename(aside)
+            work.rename(final)
+            sync(self.folder)
 
         for task in (clear, write):
             self._together(position.step, task)
         parts = self._together(position.step, own_digests)
         self._together(position.step, publish)
+        self._together(position.step, self._tidy)
         return f"saved {final} in {time.perf_counter() - began:.1f} s"
 
-    def _publish(self, work: Path, final: Path) -> None:
-        if final.exists():  # a damaged one that the user has left there
-            aside = final.with_name(final.name + ".superseded")
-            shutil.rmtree(aside, ignore_errors=True)
-            final.rename(aside)
-        work.rename(final)
-        sync(self.folder)
-        acceptance = {
-            step: read_manifest(self.folder, step)["position"]["acceptance"] for step in list_checkpoints(self.folder)
-        }
+    def _tidy(self) -> None:
+        """Link the best checkpoint and remove those that are not to stay."""
+        if not self.first:
+            return
+        acceptance = {step: self._acceptance(step) for step in list_checkpoints(self.folder)}
         kept, best = self.retention.choose(acceptance)
         if best is not None:
             link = self.folder / f"{BEST}.partial"
@@ -187,9 +204,19 @@ class Checkpointer:
             if (self.folder / BEST).is_dir() and not (self.folder / BEST).is_symlink():
                 shutil.rmtree(self.folder / BEST)  # the run was copied by a tool that follows links
             link.replace(self.folder / BEST)
-        for step in set(acceptance) - kept:
-            shutil.rmtree(self.folder / f"step-{step}")
-        shutil.rmtree(final.with_name(final.name + ".superseded"), ignore_errors=True)
+        for step in set(acceptance) - kept:  # under another name first: half removed, it must not look like one
+            removed = self.folder / f"step-{step}{REMOVED}"
+            (self.folder / f"step-{step}").rename(removed)
+            shutil.rmtree(removed)
+        for old in self.folder.glob(f"step-*{SUPERSEDED}"):
+            shutil.rmtree(old)
+
+    def _acceptance(self, step: int) -> float | None:
+        """Of a checkpoint that may have been damaged since."""
+        try:
+            return Position.of(read_manifest(self.folder, step)).acceptance
+        except UserError:
+            return None
 
     def _together(self, step: int, task: Callable[[], Value]) -> list[Value]:
         """Do something on all drafter ranks; an error of one is an error of all.
@@ -209,7 +236,7 @@ class Checkpointer:
         dist.all_gather_object(outcomes, (value, error), group=self.group)
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
-                steps = [kept for kept in list_checkpoints(self.folder) if kept != step]
+                steps = [kept for kept in list_checkpoints(self.folder) if task == self._tidy or kept != step]
                 last = f"the last complete one is step-{steps[-1]}" if steps else "there is no earlier one"
                 raise CheckpointError(
                     f"checkpoint step-{step} could not be written to {self.folder} by drafter rank {rank}: {problem};"

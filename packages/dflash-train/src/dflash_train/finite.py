@@ -25,11 +25,11 @@ class FiniteWatch:
     Args:
         limit: skipped steps in a row that are too many.
         skipped: steps skipped before.
-        in_a_row: of these, the last ones without another between.
+        in_a_row: of these, the last ones without another between; as many as the limit have stopped the run already.
     """
 
     def __init__(self, limit: int, skipped: int = 0, in_a_row: int = 0) -> None:
-        self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
+        self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row if in_a_row < limit else 0
         self._pending: deque[_Flag] = deque()
         self._last: deque[range] = deque(maxlen=limit)
 

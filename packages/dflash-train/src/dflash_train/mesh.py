@@ -134,7 +134,7 @@ class Meshes:
     def settle(self, timeout_seconds: float) -> None:
         """Shorten the limit of this rank's groups once loading and compiling are over."""
         groups = [mesh.get_group() for mesh in (self.target, self.drafter) if mesh is not None]
-        for group in {*groups, self.control, dist.group.WORLD}:
+        for group in {*groups, self.control}:
             _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 

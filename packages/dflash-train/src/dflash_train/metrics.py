@@ -7,6 +7,7 @@ has one value a step.
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -100,6 +101,7 @@ class RunLog:
     Args:
         folder: run folder.
         start_step: finished steps of the checkpoint that is resumed, 0 for a fresh run.
+        evaluated: whether the evaluation behind that step is behind it.
         num_steps: steps of the run.
         epoch_steps: steps in one epoch.
         flops_per_pack: counted operations of one pack.
@@ -113,6 +115,7 @@ class RunLog:
         folder: Path,
         *,
         start_step: int,
+        evaluated: bool,
         num_steps: int,
         epoch_steps: float,
         flops_per_pack: float,
@@ -123,7 +126,8 @@ class RunLog:
         self.folder, self.start_step, self.num_steps, self.epoch_steps = folder, start_step, num_steps, epoch_steps
         self.flops_per_pack, self.peak = flops_per_pack, peak
         for name in (METRICS, EVALUATIONS):
-            _cut(folder / name, start_step, folder / SUPERSEDED)
+            last = start_step if name == METRICS or evaluated else start_step - 1
+            _cut(folder / name, last if start_step else -1, folder / SUPERSEDED)
         self.board = SummaryWriter(
             str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0, flush_secs=10
         )
@@ -152,7 +156,7 @@ class RunLog:
         busy = float(accounts.drafter("busy").mean())
         system = {"memory_gib": memory_gib, "mfu": mfu, "gpu_busy": busy if busy >= 0 else None}
         with self._never_in_the_way(METRICS):
-            _append(self.folder / METRICS, record)
+            append(self.folder / METRICS, record)
         groups = {"Train": values, "Pipeline": rates | queues, "Time": record["seconds"], "System": system}
         with self._never_in_the_way("tensorboard"):
             for group, scalars in groups.items():
@@ -184,7 +188,7 @@ class RunLog:
             self.told = verdict.name
             self._text("verdict", str(verdict), step)
             logger.info(account)
-        if self.verdicts == STABLE and (splits := accounts.other_splits()):
+        if self.verdicts == STABLE and len(splits := accounts.other_splits()) > 1:
             told = ", ".join(f"{targets}+{drafters} {rate:.2f}" for targets, drafters, rate in splits)
             logger.info(f"expected packs/s by split: {told}")
         alarm = self.speed.add(rates_tokens(accounts), account)
@@ -220,7 +224,7 @@ class RunLog:
             "rounds": int(result.rounds.sum()),
         }
         with self._never_in_the_way(EVALUATIONS):
-            _append(self.folder / EVALUATIONS, record)
+            append(self.folder / EVALUATIONS, record)
         self.tau = result.pooled
         with self._never_in_the_way("tensorboard"):
             for tag in ("pooled", "mean", "low", "high"):
@@ -246,24 +250,29 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All complete rows of a file, none if it does not exist."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
+    return [json.loads(line) for line in path.read_text().split("\n") if line.startswith("{") and line.endswith("}")]
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line; a value that is not finite (of a skipped step) is null, as JSON has no word for it."""
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add a line; a value that is not finite (of a skipped step) is null, as JSON has no word for it.
+
+    What a kill or a full disk cut off before it stays a line of its own, which is not read.
+    """
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
-    with path.open("a") as file:
-        file.write(json.dumps(finite) + "\n")
+    with path.open("ab+") as file:
+        file.seek(-1 if file.tell() else 0, os.SEEK_END)
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * torn + json.dumps(finite).encode() + b"\n")
 
 
-def _cut(path: Path, start_step: int, superseded: Path) -> None:
-    """Drop what came after the step that is resumed; nothing is lost: it goes to another file."""
+def _cut(path: Path, last_step: int, superseded: Path) -> None:
+    """Drop what came after a step; nothing is lost: it goes to another file."""
     rows = read_jsonl(path)
-    kept = [row for row in rows if start_step and row["step"] <= start_step]
+    kept = [row for row in rows if row["step"] <= last_step]
     for row in rows[len(kept) :]:
-        _append(superseded, {"file": path.name, **row})
+        append(superseded, {"file": path.name, **row})
     work = path.with_name(path.name + ".partial")
     work.write_text("".join(json.dumps(row) + "\n" for row in kept))
     work.replace(path)

@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from dflash_model import UserError
 from dflash_train.checkpoint import Position, digest
-from dflash_train.retention import list_checkpoints, read_manifest
+from dflash_train.retention import REMOVED, SUPERSEDED, list_checkpoints, read_manifest
+
+SHAPE = "drafter"
 
 
 def find_position(folder: Path, identity: dict[str, Any], allow: list[str]) -> tuple[Position, list[str]]:
     """Where the run stands, and sentences about the settings that were allowed to differ.
-
-    All ranks of the job call it; each checks its share of the files, and what one finds is raised by all.
 
     Args:
         folder: ``<run.dir>/checkpoints``.
@@ -22,11 +22,14 @@ def find_position(folder: Path, identity: dict[str, Any], allow: list[str]) -> t
         allow: names that may differ from the checkpoint's (``resume.allow``).
 
     Raises:
-        UserError: a setting differs, or a file is not what was written.
+        UserError: a setting differs, or the manifest is not what was written.
     """
-    unknown = sorted(set(allow) - set(identity))
-    if unknown:
-        raise UserError(f"resume.allow names {unknown[0]}; it takes {', '.join(sorted(identity))}")
+    allowed = sorted(set(identity) - {SHAPE})
+    for name in allow:
+        if name == SHAPE:
+            raise UserError(f"resume.allow names {SHAPE}; another shape takes another run, with drafter.init_from")
+        if name not in allowed:
+            raise UserError(f"resume.allow names {name}; it takes {', '.join(allowed)}")
     steps = list_checkpoints(folder)
     if not steps:
         return Position(), []
@@ -36,35 +39,46 @@ def find_position(folder: Path, identity: dict[str, Any], allow: list[str]) -> t
         if manifest.get(name) == value:
             continue
         if name not in allow:
+            way_out = f"allow it with resume.allow=[{name}], " if name != SHAPE else ""
             raise UserError(
                 f"run.dir holds a run with {name} = {manifest.get(name)}, this one has {value}; resuming would change"
-                f" the run: restore the setting, allow it with resume.allow=[{name}], or choose another run.dir"
+                f" the run: restore the setting, {way_out}or choose another run.dir"
             )
         changes.append(f"{name} was {manifest.get(name)} up to step {steps[-1]}, now {value}")
-    _check_files(folder, steps, manifest["files"])
     return Position.of(manifest), changes
 
 
-def _check_files(folder: Path, steps: list[int], files: dict[str, str]) -> None:
-    """Compare checksums, the files shared out over the ranks."""
-    newest, rank, ranks = folder / f"step-{steps[-1]}", dist.get_rank(), dist.get_world_size()
-    problem = None
+def check_files(folder: Path, step: int) -> None:
+    """Compare a checkpoint's files with its checksums, shared out over all ranks of the job, which all call it.
+
+    Raises:
+        UserError: on all ranks, what one of them found.
+    """
+    if not step:
+        return
+    checkpoint, rank, ranks = folder / f"step-{step}", dist.get_rank(), dist.get_world_size()
+    files, problem = read_manifest(folder, step)["files"], None
     for name in sorted(files)[rank::ranks]:
-        path = newest / name
+        path = checkpoint / name
         if not path.is_file():
             problem = f"{path} is missing"
         elif digest(path) != files[name]:
             problem = f"{path} is not what was written: its checksum differs"
     found: list[str | None] = [None] * ranks
     dist.all_gather_object(found, problem)
+    before = [earlier for earlier in list_checkpoints(folder) if earlier < step]
     for sentence in found:
         if sentence is not None:
-            before = f"step {steps[-2]}" if len(steps) > 1 else "the beginning"
-            raise UserError(f"{sentence}; remove {newest} and the same command continues from {before}")
+            start = f"step {before[-1]}" if before else "the beginning"
+            raise UserError(f"{sentence}; remove {checkpoint} and the same command continues from {start}")
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a kill in the middle of a save left; complete checkpoints are untouched."""
-    for pattern in ("step-*.partial", "step-*.superseded"):
+    """Tidy up behind a kill in the middle of a save; a checkpoint that was about to be replaced is put back."""
+    for path in folder.glob(f"step-*{SUPERSEDED}"):
+        final = path.with_name(path.name.removesuffix(SUPERSEDED))
+        if not final.exists():
+            path.rename(final)
+    for pattern in ("step-*.partial", f"step-*{SUPERSEDED}", f"step-*{REMOVED}"):
         for path in folder.glob(pattern):
             shutil.rmtree(path)

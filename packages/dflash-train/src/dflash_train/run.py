@@ -1,7 +1,6 @@
 """One rank's way through a job: meet the others, build this rank's part, work, leave."""
 
 import fcntl
-import json
 import os
 import platform
 import time
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from omegaconf import OmegaConf
+from torch.distributed.distributed_c10d import _get_default_store
 
 from dflash_data.clock import StageClock
 from dflash_data.packs import Collator
@@ -23,13 +23,13 @@ from dflash_data.schedule import Schedule
 from dflash_data.synthetic import write_synthetic
 from dflash_data.target import ShardedTarget, find_target, write_random_target
 from dflash_model import UserError
-from dflash_train.channel import LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
+from dflash_train.channel import ChannelError, LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes, make_meshes
-from dflash_train.metrics import STARTS, RunLog, logger, start_logging
-from dflash_train.resume import clear_leftovers, find_position
+from dflash_train.metrics import STARTS, RunLog, append, logger, start_logging
+from dflash_train.resume import check_files, clear_leftovers, find_position
 from dflash_train.retention import Retention
 from dflash_train.situation import Situation
 from dflash_train.stop import Stop, same_command
@@ -81,8 +81,10 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
     data = job.open_data()
     collator = job.collator(data)
     identity = job.identity(data.ledger.fingerprint)
-    position, changes = find_position(job.run_dir / "checkpoints", identity, job.config.resume.allow)
+    checkpoints = job.run_dir / "checkpoints"
+    position, changes = find_position(checkpoints, identity, job.config.resume.allow)
     _agree({"the step to start from": position.step, **identity})
+    check_files(checkpoints, position.step)
     schedule = job.schedule(collator, position)
     if meshes.rank == 0:
         _note_start(job, position, changes)
@@ -232,7 +234,6 @@ def _take_folder(run_dir: Path) -> IO[str]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(run_dir / "checkpoints")
         file = (run_dir / "lock").open("w")
     except OSError as error:
         raise UserError(f"run.dir is {run_dir}; it cannot be written: {error}") from error
@@ -240,6 +241,7 @@ def _take_folder(run_dir: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"run.dir is {run_dir}; another job is running in it: choose another run.dir") from error
+    clear_leftovers(run_dir / "checkpoints")
     return file
 
 
@@ -247,8 +249,7 @@ def _note_start(job: Job, position: Position, changes: list[str]) -> None:
     """The settings, and one line for every start of the run."""
     (job.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(job.config)))
     start = {"step": position.step, "packs": position.packs, "split": job.split.describe(), "changes": changes}
-    with (job.run_dir / STARTS).open("a") as file:
-        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start}) + "\n")
+    append(job.run_dir / STARTS, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start})
 
 
 def _train(
@@ -263,6 +264,7 @@ def _train(
         log = RunLog(
             job.run_dir,
             start_step=course.position.step,
+            evaluated=course.position.evaluated,
             num_steps=job.config.trainer.steps,
             epoch_steps=course.epoch_steps,
             flops_per_pack=pack_flops(job.drafter, job.config.data.seq_len, job.config.data.anchors_per_pack),
@@ -332,9 +334,25 @@ def facts_for_card(job: Job) -> dict[str, Any]:
     }
 
 
-def leave(stop: Stop) -> None:
-    """Tear the process groups down after the last rank has finished; after a stop, packs are still under way."""
-    dist.barrier()
+def leave(stop: Stop, situation: Situation, limit: float) -> None:
+    """Wait until every rank has finished; a last checkpoint may take its time, a rank that is gone may not.
+
+    Args:
+        stop: this rank's part in stopping early.
+        situation: who else is there.
+        limit: seconds to wait for ranks that cannot be seen from here.
+
+    Raises:
+        ChannelError: a rank will not finish.
+    """
+    store, deadline = _get_default_store(), time.monotonic() + limit
+    store.set(f"left-{situation.rank}", "1")
+    names = [f"left-{rank}" for rank in range(dist.get_world_size())]
+    situation.at("waiting for the others to finish")
+    while not store.check(names):
+        if situation.missing() or time.monotonic() > deadline:
+            raise ChannelError("not all ranks finished")
+        time.sleep(0.1)
     stop.over = True
     if stop.agreed_step is None:
         dist.destroy_process_group()

@@ -101,14 +101,22 @@ class Stop:
     def _watch(self, reader: socket.socket, situation: Situation) -> None:
         name = signal.Signals(reader.recv(1)[0]).name
         began = time.monotonic()
+        if self.over:
+            return
         if self.agreed_step is None and situation.missing():
             situation.last_words(f"{name}, and the job is not complete any more")
             os._exit(1)
         self.ask(f"{name} on {situation.role} {situation.rank}")
         reader.settimeout(0.2)
-        while (passed := time.monotonic() - began) < GRACE_SECONDS:
-            if self.over:
-                return
+        warned = False
+        while not self.over:
+            passed = time.monotonic() - began
+            if passed > GRACE_SECONDS and self.agreed_step is None:
+                situation.last_words(f"{name}: no agreement within {GRACE_SECONDS:.0f} s; the last checkpoint stays")
+                os._exit(1)
+            if passed > GRACE_SECONDS and not warned:
+                warned = True
+                situation.last_words(f"{name}: still at it; if torchrun ends the job before, the last checkpoint stays")
             if self.agreed_step is None and situation.missing():
                 situation.last_words(f"{name}, and no agreement is possible")
                 os._exit(1)
@@ -119,13 +127,13 @@ class Stop:
             if passed > ECHO_SECONDS:
                 situation.last_words(f"{signal.Signals(again).name} again: leaving at once, nothing more is saved")
                 os._exit(128 + again)
-        situation.last_words(f"{name}: not done within {GRACE_SECONDS:.0f} s; the last complete checkpoint stays")
-        os._exit(1)
 
 
 def same_command() -> str:
     """The command line that continues this run."""
     ranks, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
-    several = f"--nnodes {nodes} " if nodes != "1" else ""
-    start = f"torchrun {several}--nproc-per-node {ranks}" if ranks else "python"
+    restarts, run_id = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    options = f"--nnodes {nodes} " if nodes != "1" else "--standalone " if run_id != "none" else ""
+    options += f"--max-restarts {restarts} " if restarts != "0" else ""
+    start = f"torchrun {options}--nproc-per-node {ranks}" if ranks else "python"
     return f"{start} {shlex.join(sys.argv)}"

@@ -51,6 +51,7 @@ def make_packs(
     """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
     settled = False
     situation.at("making the first pack")
+    clock.take()  # what came before is the start
     for made in packs:
         situation.at("handing a pack over", made.pack.item)
         with clock.stage("agree"):
@@ -147,6 +148,7 @@ class Trainer:
     def run(self) -> None:
         """Go through the schedule, or to where all ranks agree to stop."""
         collector = GarbageCollection(GC_INTERVAL)
+        self.clock.take()  # what came before is the start
         segments = self.course.schedule.segments
         for index, segment in enumerate(segments):
             follows = index + 1 < len(segments) and segments[index + 1].stream is Stream.HELDOUT
