@@ -76,7 +76,7 @@ def send(number: signal.Signals) -> Callable[[int], None]:
 KILL, FREEZE, TERM, INT = send(signal.SIGKILL), send(signal.SIGSTOP), send(signal.SIGTERM), send(signal.SIGINT)
 START, STEP, EVALUATION, SAVE = "drafter ready", "step 13", "second evaluation", "step-10 is saved"
 PATTERNS = {START: START, STEP: "step 13 ", EVALUATION: "(?s)evaluating on .*evaluating on ", SAVE: "saved .*step-10"}
-STOPPED = r"stopped behind step \d+ \(SIG(TERM|INT) on .*torchrun --nproc-per-node"
+STOPPED = r"stopped behind step \d+ \(SIG(TERM|INT) on .*torchrun .*--nproc-per-node"
 GONE = r"error: .*rank {} \(.*is gone"
 CELLS = [
     *(

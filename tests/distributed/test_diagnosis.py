@@ -33,6 +33,9 @@ SLOW = {
 }  # fmt: skip
 
 
+FEW = {"trainer.steps": 12, "log.interval": 3}
+
+
 def slowed(owner: type, name: str, seconds: float, ranks: tuple[int, ...]) -> Callable[[int], None]:
     """A method takes longer on some ranks."""
 
@@ -90,8 +93,8 @@ def diagnosed(folder: Path, plant: Callable[[int], None], **changes: Any) -> tup
         (slowed(SendingChannel, "_deliver", 0.25, TARGETS), {}, "channel-bound", "handing packs over"),
         (slowed(Situation, "at", 0.1, TARGETS), {}, "host-bound", "target ranks spend .* outside of data, forward"),
         (slowed(Situation, "at", 0.05, DRAFTERS), {}, "host-bound", "drafter rank . spends .*% of its time outside"),
-        (slowed(Checkpointer, "_write", 0.3, DRAFTERS), {"checkpoint.interval": 1}, "checkpoint", "s of .* s"),
-        (recompiling, {}, "compiling", "s of .* s"),
+        (slowed(Checkpointer, "_write", 0.3, DRAFTERS), FEW | {"checkpoint.interval": 1}, "checkpoint", "s of .* s"),
+        (recompiling, FEW, "compiling", "s of .* s"),
     ],
     ids=["target", "drafter", "data", "one rank", "channel", "target host", "drafter host", "disk", "recompiles"],
 )  # fmt: skip
@@ -118,7 +121,7 @@ def test_the_story_this_project_comes_from(tmp_path: Path) -> None:
     assert last["q_hs"] == [0.0, 0.0]
     assert last["bound"] == "target-bound"
     assert "target-bound: drafter ranks wait" in log
-    assert last["drafter_packs_s"] > 2 * last["target_packs_s"]
+    assert last["drafter_packs_s"] > last["target_packs_s"]
 
 
 def test_only_the_main_thread_computes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch._dynamo.config
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
 
 SAMPLE_SECONDS = 0.5
 LASTING = 3  # intervals below half of the best speed
@@ -33,7 +33,7 @@ class CompileWatch:
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        self._report, self._seen = report, len(get_compilation_metrics())
+        self._report, self._seen_us = report, _latest_us(get_compilation_metrics())
         self._settled, self._main = False, threading.main_thread().ident
         self._began, self._seconds, self._depth = 0.0, 0.0, 0
         callback_handler.register_start_callback(self._started)
@@ -49,10 +49,11 @@ class CompileWatch:
 
     def take(self) -> Compilations:
         """What was compiled since the last call."""
-        records = list(get_compilation_metrics())
-        new, self._seen = records[self._seen :], len(records)
+        records = get_compilation_metrics()  # the last 64 of them
+        new = [record for record in records if (record.start_time_us or 0) > self._seen_us]
+        self._seen_us = max(self._seen_us, _latest_us(records))
         seconds, self._seconds = self._seconds, 0.0
-        again = [record for record in new if record.recompile_reason or self._settled] if new else []
+        again = [record for record in new if record.recompile_reason or self._settled]
         reasons = [
             f"{record.co_name} ({record.co_filename}:{record.co_firstlineno}):"
             f" {' '.join(str(record.recompile_reason or 'compiled for the first time').split())[:300]}"
@@ -79,6 +80,10 @@ class CompileWatch:
         self._depth -= 1
         if self._depth == 0:
             self._seconds += time.perf_counter() - self._began
+
+
+def _latest_us(records: list[CompilationMetrics]) -> int:
+    return max((record.start_time_us or 0 for record in records), default=0)
 
 
 class DeviceWatch:
