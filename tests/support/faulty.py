@@ -13,16 +13,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import train
 from dflash_data.packs import Collator
+from dflash_train import checkpoint
 from dflash_train.channel import SendingChannel
-from dflash_train.checkpoint import Checkpointer
 from dflash_train.cli import run_tool
 from dflash_train.step import DraftStep
 
 AT = 12  # the call that fails
 
 
-def plant(owner: type, name: str, failure: Callable[[], BaseException], at: int) -> None:
-    """Let the ``at``-th call of a method fail."""
+def plant(owner: Any, name: str, failure: Callable[[], BaseException], at: int) -> None:
+    """Let the ``at``-th call of a method or function fail."""
     plain, calls = getattr(owner, name), iter(range(10**9))
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -39,7 +39,9 @@ if os.environ["RANK"] == rank:
         "collate": lambda: plant(Collator, "__call__", lambda: ValueError("planted in collate"), AT),
         "transfer": lambda: plant(SendingChannel, "_deliver", lambda: OSError("planted in a transfer"), AT),
         "memory": lambda: plant(DraftStep, "loss", lambda: torch.OutOfMemoryError("planted"), AT),
-        "disk": lambda: plant(Checkpointer, "_publish", lambda: OSError(errno.ENOSPC, "No space left on device"), 0),
+        "disk": lambda: plant(
+            checkpoint, "write_manifest", lambda: OSError(errno.ENOSPC, "No space left on device"), 0
+        ),
     }[kind]()
 
 if __name__ == "__main__":
