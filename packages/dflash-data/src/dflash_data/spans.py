@@ -23,6 +23,7 @@ MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 NO_CONTROL = ("<think>", "</think>")  # some tokenizers call them special; they stand in the middle of a turn
 NO_REASONING, NO_CALLS = "the chat template does not show reasoning", "the chat template does not show tool calls"
 LONGEST_REASON = 100
+ASKED, ANSWERED = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,11 @@ class Renderer:
     @cached_property
     def _plain(self) -> str:
         """A plain conversation as the template shows it; empty if it cannot."""
-        asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+        turns = [ASKED, ANSWERED, ASKED]
         if not self.tokenizer.chat_template:
             return ""
         try:
-            template = self._template(Conversation([asked, answered, asked]))
-            return self._apply(template, [asked, answered, asked], None)[0]
+            return self._render(turns, Conversation(turns))
         except (Refused, UserError):  # a row that needs the template meets the same error and reports it
             return ""
 
@@ -157,14 +157,13 @@ class Renderer:
         """What the template puts around the words of a turn, read from a conversation with known words."""
         template = self._template(conversation)
         if template not in self._frames:
-            asked, plain = [{"role": "user", "content": QUESTION}], {"role": "assistant", "content": ANSWER}
-            prompt, _ = self._apply(template, asked, None, add_generation_prompt=True)
-            answered, _ = self._apply(template, [*asked, plain], None)
-            reasoned, _ = self._apply(template, [*asked, plain | {"reasoning_content": THOUGHT}], None)
-            followed, _ = self._apply(template, [*asked, plain, *asked], None)
+            prompt, _ = self._apply(template, [ASKED], None, add_generation_prompt=True)
+            answered, _ = self._apply(template, [ASKED, ANSWERED], None)
+            reasoned, _ = self._apply(template, [ASKED, ANSWERED | {"reasoning_content": THOUGHT}], None)
+            followed, _ = self._apply(template, [ASKED, ANSWERED, ASKED], None)
             end, tail = self._end(answered.partition(ANSWER)[2], followed.partition(ANSWER)[2])
             frame = Frame.seen(prompt, answered, reasoned, end, tail)
-            headless = self._opens_turn(frame.empty) and prompt == self._apply(template, asked, None)[0]
+            headless = self._opens_turn(frame.empty) and prompt == self._apply(template, [ASKED], None)[0]
             self._frames[template] = replace(frame, headless=headless)
         return self._frames[template]
 

@@ -188,10 +188,10 @@ class RunLog:
             self.told = verdict.name
             self._text("verdict", str(verdict), step)
             logger.info(account)
-        if self.verdicts == STABLE and len(splits := accounts.other_splits()) > 1:
+        if self.verdicts == STABLE and len(splits := accounts.splits()) > 1:
             told = ", ".join(f"{targets}+{drafters} {rate:.2f}" for targets, drafters, rate in splits)
             logger.info(f"expected packs/s by split: {told}")
-        alarm = self.speed.add(rates_tokens(accounts), account)
+        alarm = self.speed.add(accounts.tokens_s, account)
         if alarm is not None:
             self._text("alarm", alarm, step)
             logger.warning(f"ALARM: {alarm}")
@@ -210,7 +210,7 @@ class RunLog:
         return (
             f"[{short_time(now - self.began)}] step {step} loss {values['loss']:.3f} acc {values['acc']:.3f}"
             f" streak {values['streak']:.2f}{tau} lr {values['lr']:.1e} | target {accounts.target_packs_s:.2f} drafter"
-            f" {accounts.drafter_packs_s:.2f} packs/s {rates_tokens(accounts) / 1e3:.2f} ktok/s{use} | {queues} |"
+            f" {accounts.drafter_packs_s:.2f} packs/s {accounts.tokens_s / 1e3:.2f} ktok/s{use} | {queues} |"
             f" {verdict.name} | epoch {step / self.epoch_steps:.2f} eta {eta}"
         )
 
@@ -287,11 +287,6 @@ def as_ranges(numbers: Iterable[int]) -> list[list[int]]:
         else:
             ranges.append([number, number])
     return ranges
-
-
-def rates_tokens(accounts: Accounts) -> float:
-    """Document tokens per second through the job."""
-    return accounts.packs_s * accounts.tokens_per_pack
 
 
 def _ints(values: list[float]) -> str:

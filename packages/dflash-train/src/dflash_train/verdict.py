@@ -5,7 +5,7 @@ its data or the channel is slow, never the drafters. So the first question is wh
 then what the target ranks do meanwhile.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,11 @@ class Accounts:
         return float(self.targets[:, 1 + STATS.index("document_tokens")].sum()) / packs
 
     @property
+    def tokens_s(self) -> float:
+        """Document tokens per second through the whole job."""
+        return self.packs_s * self.tokens_per_pack
+
+    @property
     def target_packs_s(self) -> float:
         """What all target ranks could make if nobody held them up."""
         if not self.targets[:, 0].any():
@@ -102,7 +107,7 @@ class Accounts:
         tokens = self.tokens_per_pack
         return {
             "packs_s": self.packs_s,
-            "tokens_s": self.packs_s * tokens,
+            "tokens_s": self.tokens_s,
             "target_packs_s": self.target_packs_s,
             "target_tokens_s": self.target_packs_s * tokens,
             "drafter_packs_s": self.drafter_packs_s,
@@ -136,7 +141,7 @@ class Accounts:
             self.target_packs_s * targets / split.num_targets, self.drafter_packs_s * drafters / split.num_drafters
         )
 
-    def other_splits(self) -> list[tuple[int, int, float]]:
+    def splits(self) -> list[tuple[int, int, float]]:
         """Target ranks, drafter ranks and expected packs per second of every split of as many ranks."""
         if self.split.colocated:
             return []
@@ -151,7 +156,7 @@ class Verdict:
 
     name: str
     evidence: str
-    advice: str = field(default="")
+    advice: str = ""
 
     def __str__(self) -> str:
         """One sentence for the log."""
@@ -179,7 +184,7 @@ def judge(seen: Accounts) -> Verdict:
 def _slow_drafters(seen: Accounts) -> Verdict:
     """The drafter ranks always have packs: what do they do with their time?"""
     other = seen.drafter("other")
-    slow = _odd_rank(seen.drafter("agree"), seen.wall_s)
+    slow = _late_rank(-seen.drafter("agree"), seen.wall_s)  # the one that never waits where all others do
     rank = int(np.argmax(other)) if slow is None else slow
     name = f"drafter rank {seen.split.drafter_global(rank)}"
     if other[rank] > LARGE * seen.wall_s:
@@ -234,23 +239,16 @@ HOST_ADVICE = "look at that host: other processes, swapping, a debugger; fewer r
 CHANNEL_ADVICE = "raise channel.depth; look at the link between the hosts"
 
 
-def _odd_rank(agree: Values, interval: float) -> int | None:
-    """The rank that never waits where all others do: they wait for it."""
-    if len(agree) < 2 or float(np.sort(agree)[1] - agree.min()) < SKEW * interval:
-        return None
-    return int(np.argmin(agree))
-
-
-def _late_rank(own: Values, round_s: float) -> int | None:
-    """The target rank whose own business keeps it, while the others wait for it in the collectives of the forward."""
-    if len(own) < 2 or float(own.max() - np.sort(own)[-2]) < SKEW * round_s:
+def _late_rank(own: Values, interval_s: float) -> int | None:
+    """The rank that its own business keeps clearly longer than any other: they wait for it in the collectives."""
+    if len(own) < 2 or float(own.max() - np.sort(own)[-2]) < SKEW * interval_s:
         return None
     return int(np.argmax(own))
 
 
 def _better(seen: Accounts) -> str:
     """Another split, if one would be worth a restart."""
-    splits = seen.other_splits()
+    splits = seen.splits()
     if not splits:
         return ""
     targets, drafters, rate = max(splits, key=lambda item: item[2])
