@@ -48,7 +48,9 @@ class RegenerateConfig:
     top_p: float = key(1.0, "sample from the most likely tokens that reach this probability")
     top_k: int = key(0, "sample from the k most likely tokens; 0 for all")
     seed: int | None = key(None, "of the sampling; row i uses seed + i")
-    batch_size: int = key(32, "conversations decoded at once, without a server")
+    batch_tokens: int = key(
+        16384, "without a server: tokens decoded together, rows times the longest prompt and max_new_tokens"
+    )
     server: str = key("", "let the OpenAI-compatible server at this URL answer (http://127.0.0.1:30000)")
     server_model: str | None = key(None, "model to ask the server for; default: its only one")
     concurrency: int = key(64, "requests in flight at the server")
@@ -105,7 +107,7 @@ def check(config: RegenerateConfig) -> Decoding:
     """
     if not config.out:
         raise UserError("out is not set; it takes the JSONL file to write")
-    for name in ("max_new_tokens", "batch_size", "concurrency"):
+    for name in ("max_new_tokens", "batch_tokens", "concurrency"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1")
     sampling = Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed)
@@ -136,7 +138,7 @@ def by_model(config: RegenerateConfig, decoding: Decoding) -> Writer:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         local = LocalTarget(model, load_tokenizer(name or folder), config.target.template_options)
-        yield from local.answer_all(chain([first], prompts), decoding, config.batch_size)
+        yield from local.answer_all(chain([first], prompts), decoding, config.batch_tokens)
 
     return Writer(target.name, {"target": str(folder), "tokenizer": name, "dtype": config.target.dtype}, answer)
 

@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -36,10 +37,11 @@ def prompt(text: str, number: int = 0, **row: Any) -> Prompt:
     return Prompt("in.jsonl", number + 1, number, {"messages": turns, **row}, turns)
 
 
-def answers(target: LocalTarget, prompts: list[Prompt], decoding: Decoding, batch_size: int) -> list[Completion]:
-    found = [result for _, result in target.answer_all(prompts, decoding, batch_size)]
-    assert all(isinstance(result, Completion) for result in found)
-    return found  # type: ignore[return-value]
+def answers(target: LocalTarget, prompts: list[Prompt], decoding: Decoding, batch_tokens: int) -> list[Completion]:
+    found = dict(sorted((one.number, result) for one, result in target.answer_all(prompts, decoding, batch_tokens)))
+    assert list(found) == sorted(one.number for one in prompts)
+    assert all(isinstance(result, Completion) for result in found.values())
+    return list(found.values())  # type: ignore[arg-type]
 
 
 def test_stored_text_is_the_targets_greedy_text() -> None:
@@ -49,7 +51,7 @@ def test_stored_text_is_the_targets_greedy_text() -> None:
     prompts = [prompt(text, number) for number, text in enumerate(TEXTS)]
     decoding = Decoding(GREEDY, 12)
     kept = 0
-    for one, new in zip(prompts, answers(LocalTarget(model, tokenizer, {}), prompts, decoding, 3), strict=True):
+    for one, new in zip(prompts, answers(LocalTarget(model, tokenizer, {}), prompts, decoding, 10_000), strict=True):
         ids = render(tokenizer, one.messages, generation_prompt=True)
         alone = decode_batch(model, tokenizer, [ids], [GREEDY], 12)[0]
         assert new.message == {"role": "assistant", "content": tokenizer.decode(alone).removesuffix("<|im_end|>")}
@@ -91,18 +93,42 @@ def test_drawn_responses_do_not_depend_on_the_batch() -> None:
     target = LocalTarget(tiny_model(tokenizer), tokenizer, {})
     prompts = [prompt(text, number) for number, text in enumerate((*TEXTS, "hi"))]
 
-    def texts(batch_size: int, seed: int | None, asked: list[Prompt] = prompts, top_k: int = 0) -> list[str]:
+    def texts(batch_tokens: int, seed: int | None, asked: list[Prompt] = prompts, top_k: int = 0) -> list[str]:
         decoding = Decoding(Sampling(temperature=1.0, seed=seed, top_k=top_k), 12)
-        return [found.message["content"] for found in answers(target, asked, decoding, batch_size)]
+        return [found.message["content"] for found in answers(target, asked, decoding, batch_tokens)]
 
-    all_at_once = texts(4, 5)
-    assert texts(1, 5) == texts(3, 5) == all_at_once
-    assert texts(4, 5, prompts[2:]) == all_at_once[2:]
+    whole = 10_000
+    all_at_once = texts(whole, 5)
+    assert texts(1, 5) == texts(100, 5) == all_at_once
+    assert texts(whole, 5, prompts[2:]) == all_at_once[2:]
     assert all_at_once[0] != all_at_once[3]
-    assert texts(4, 6) != all_at_once
-    assert texts(4, None) != texts(4, None)
-    greedy = [found.message["content"] for found in answers(target, prompts, Decoding(GREEDY, 12), 4)]
-    assert texts(4, 5, top_k=1) == greedy != all_at_once
+    assert texts(whole, 6) != all_at_once
+    assert texts(whole, None) != texts(whole, None)
+    greedy = [found.message["content"] for found in answers(target, prompts, Decoding(GREEDY, 12), whole)]
+    assert texts(whole, 5, top_k=1) == greedy != all_at_once
+
+
+def test_batches_hold_as_many_rows_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 14, 20, 29, ... tokens, responses of 6 at most, 80 tokens a batch, the long ones first."""
+    tokenizer = chat_tokenizer()
+    target = LocalTarget(tiny_model(tokenizer), tokenizer, {})
+    widths: list[list[int]] = []
+
+    def decode(*args: Any) -> list[list[int]]:
+        widths.append([len(ids) for ids in args[2]])
+        return decode_batch(*args)
+
+    monkeypatch.setattr("dflash_data.regenerate.decode_batch", decode)
+    prompts = [prompt("a" * 10 * (n % 5), n) for n in range(12)]
+    lengths = sorted((len(target._render(one)) for one in prompts), reverse=True)  # type: ignore[arg-type]
+    answers(target, prompts, Decoding(GREEDY, 6), 80)
+    expected = []
+    while lengths:
+        rows = max(1, 80 // (lengths[0] + 6))
+        expected.append(lengths[:rows])
+        lengths = lengths[rows:]
+    assert widths == expected
+    assert len({len(batch) for batch in widths}) > 1
 
 
 def test_templates_get_tools_and_arguments_and_may_refuse() -> None:
@@ -127,8 +153,8 @@ def test_templates_get_tools_and_arguments_and_may_refuse() -> None:
     call["function"]["arguments"] = '{"at": 1}'  # which that template cannot add to a text
     odd = read_prompt(SourceRow("in.jsonl", 1, row), 0)
     assert isinstance(odd, Prompt)
-    prompts = [prompt("yes"), prompt("no"), odd, prompt("yes")]
-    found = [result for _, result in target.answer_all(prompts, Decoding(GREEDY, 4), 4)]
+    prompts = [prompt("yes"), prompt("no", 1), replace(odd, number=2), prompt("yes", 3)]
+    found = {one.number: result for one, result in target.answer_all(prompts, Decoding(GREEDY, 4), 10_000)}
     assert found[1] == Failure("the chat template refuses it: never")
     assert isinstance(found[2], Failure)
     assert isinstance(found[0], Completion)
@@ -236,19 +262,20 @@ def test_the_tool_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": []}]))
     argv = [f"target.path={tmp_path / 'tiny'}", "target.dtype=float32", f"prompts={prompts}", "max_new_tokens=8",
-            "temperature=0.8", "seed=4", "batch_size=2"]  # fmt: skip
+            "temperature=0.8", "seed=4", "batch_tokens=70"]  # fmt: skip
     assert main([*argv, f"out={out}"]) == 0
     whole = out.read_text()
     found = [json.loads(line) for line in whole.splitlines()]
-    assert [row["id"] for row in found] == list(range(6))
-    assert [row["sampling"]["seed"] for row in found] == [4, 5, 6, 7, 8, 9]
+    assert [(row["id"], row["sampling"]["seed"]) for row in found] == [
+        (number, 4 + number) for number in (2, 5, 1, 4, 0, 3)  # by length
+    ]
     assert {row["generated_by"] for row in found} == {"tiny"}
     told = capsys.readouterr().err
     assert "6 of 7 prompts answered; " in told
     assert f" {sum(row['usage']['completion_tokens'] for row in found)} completion tokens" in told
     assert "1 failed (no messages: 1), listed in " in told
     out.write_text(whole[: len(whole) // 2])
-    assert main([*argv, f"out={out}", "batch_size=3"]) == 0
+    assert main([*argv, f"out={out}", "batch_tokens=10000"]) == 0
     assert out.read_text() == whole
 
 

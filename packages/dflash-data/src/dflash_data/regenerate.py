@@ -7,7 +7,7 @@ are trained this way (paper, appendix A.1). The last assistant turn is generated
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from dflash_model.sampling import Sampling, draw
 
 Row = dict[str, Any]
 KEY = "regenerated_from"
+SORTED = 1 << 16  # prompts rendered and sorted by length at a time
 MAY_BE_ABSENT = ("usage", "retokenized")  # so those of an earlier regeneration must not stay
 
 
@@ -247,20 +248,37 @@ class LocalTarget:
     options: JsonObject
 
     def answer_all(
-        self, prompts: Iterable[Prompt], decoding: Decoding, batch_size: int
+        self, prompts: Iterable[Prompt], decoding: Decoding, batch_tokens: int
     ) -> Iterator[tuple[Prompt, Completion | Failure]]:
-        """Answer prompts in their order."""
+        """Answer prompts, of ``SORTED`` at a time the long ones first.
+
+        A step costs about the same for few rows and for many until memory is busy, so a batch holds as many rows as
+        fit: its longest prompt and the longest response, times its rows, is at most ``batch_tokens`` (or it has one
+        row). Sorted, short prompts do not pay for long ones, and what does not fit into memory fails at once.
+        """
         left = iter(prompts)
-        while batch := list(islice(left, batch_size)):
-            rendered = [self._render(prompt) for prompt in batch]
-            good = [index for index, ids in enumerate(rendered) if not isinstance(ids, Failure)]
-            samplings = [decoding.of_row(batch[index].number) for index in good]
-            ids = [cast(list[int], rendered[index]) for index in good]
-            found = decode_batch(self.model, self.tokenizer, ids, samplings, decoding.max_new_tokens) if good else []
-            results: list[Completion | Failure] = [cast(Failure, failure) for failure in rendered]
-            for index, prompt, response in zip(good, ids, found, strict=True):
-                results[index] = self._read(prompt, response)
-            yield from zip(batch, results, strict=True)
+        while window := list(islice(left, SORTED)):
+            good: list[tuple[Prompt, list[int]]] = []
+            for prompt in window:
+                ids = self._render(prompt)
+                if isinstance(ids, Failure):
+                    yield prompt, ids
+                else:
+                    good.append((prompt, ids))
+            good.sort(key=lambda one: len(one[1]), reverse=True)
+            while good:
+                rows = max(1, batch_tokens // (len(good[0][1]) + decoding.max_new_tokens))
+                batch, good = good[:rows], good[rows:]
+                yield from self._answer_batch(batch, decoding)
+
+    def _answer_batch(
+        self, batch: Sequence[tuple[Prompt, list[int]]], decoding: Decoding
+    ) -> Iterator[tuple[Prompt, Completion | Failure]]:
+        samplings = [decoding.of_row(prompt.number) for prompt, _ in batch]
+        ids = [ids for _, ids in batch]
+        found = decode_batch(self.model, self.tokenizer, ids, samplings, decoding.max_new_tokens)
+        for (prompt, asked), response in zip(batch, found, strict=True):
+            yield prompt, self._read(asked, response)
 
     def _render(self, prompt: Prompt) -> list[int] | Failure:
         options = {**self.options, "tools": prompt.tools} if prompt.tools else self.options
