@@ -1,7 +1,7 @@
 """The target's context features: right layers, documents kept apart, sharded equal to whole."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +92,26 @@ def test_packed_and_sharded_equals_documents_alone(
 
     worst = max(run_ranks(work, ranks, tmp_path))
     hold(f"packed hidden states, {family}", "transformers, each document alone", worst, 2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "qwen3_moe", "qwen3_5"])
+def test_compiled_layers(family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as a whole and run by the eager backend, on two ranks; rows of one document and of several."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    folder = checkpoint(family)
+    packs = [token_pack(LENGTHS[0]), token_pack([sum(LENGTHS[0])]), token_pack(LENGTHS[0], 1)]
+    expected = [documents_alone(plain_model(folder), pack) for pack in packs]
+
+    def work(rank: int) -> tuple[str | None, float]:
+        target = sharded_target(folder, 2)
+        reason = target.compile(sum(LENGTHS[0]))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            found = [target(pack) for pack in packs]
+        return reason, max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+    for reason, worst in run_ranks(work, 2, tmp_path):
+        assert reason is None
+        assert worst < 2e-5
 
 
 @pytest.mark.parametrize(

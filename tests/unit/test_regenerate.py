@@ -267,7 +267,8 @@ def test_the_tool_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture
     whole = out.read_text()
     found = [json.loads(line) for line in whole.splitlines()]
     assert [(row["id"], row["sampling"]["seed"]) for row in found] == [
-        (number, 4 + number) for number in (2, 5, 1, 4, 0, 3)  # by length
+        (number, 4 + number)
+        for number in (2, 5, 1, 4, 0, 3)  # by length
     ]
     assert {row["generated_by"] for row in found} == {"tiny"}
     told = capsys.readouterr().err

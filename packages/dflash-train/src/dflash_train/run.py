@@ -160,6 +160,10 @@ def _target_packs(
         dtype=DTYPES[job.config.target.dtype],
         reshard=job.config.target.reshard_after_forward,
     )
+    if job.config.target.compile and target.device.type == "cuda":
+        eager = target.compile(job.config.data.seq_len)
+        if eager is not None and meshes.rank == 0:
+            logger.warning(f"the target's layers run uncompiled: {eager}")
     return hidden_states(
         schedule,
         collator,
