@@ -1,14 +1,17 @@
 """Measure a drafter by drafting: python tools/evaluate.py drafter.path=DIR target.path=NAME prompts=file.jsonl
 
 Answers every prompt with the real cached loop, beside it the replay evaluation that training uses, and the same loop
-without drafting. With server=URL a running SGLang or vLLM answers the prompts instead, and tells its own counts; given
-a drafter.path too, both numbers stand side by side. The last line is one JSON object.
+without drafting. With decode=false nothing is decoded: the answers that the rows hold are replayed, with one target
+forward a row (tools/regenerate.py writes the target's own). With server=URL a running SGLang or vLLM answers the
+prompts instead, and tells its own counts; given a drafter.path too, both numbers stand side by side. The last line is
+one JSON object.
 """
 
 import json
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +20,22 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_data.chat import render
+from dflash_data.conversation import Refused, as_document
+from dflash_data.encoder import Encoder
 from dflash_data.ends import FrozenEnds
 from dflash_data.regenerate import Failure, Prompt, read_prompt, stop_token_ids
 from dflash_data.sources import check_sources, read_rows
 from dflash_model import Drafter, Generation, Sampling, UserError, generate
 from dflash_model.compare import first_divergence
 from dflash_model.layout import to_published
-from dflash_model.taps import context_features
+from dflash_model.taps import context_features, text_config
 from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
 from dflash_train.evaluate import evaluate_text
 from dflash_train.server import AnswerSettings, ServerReport, measure_server
 from dflash_train.step import DraftStep
-from evaluate_report import finite, print_local, summary
+from evaluate_report import finite, print_local, print_replay, summary
 from generate import DrafterPath, describe_divergence, load_pair
 
 CHUNK_ROWS = 1024
@@ -50,6 +55,7 @@ class EvaluateConfig:
     top_k: int = key(0, "sample from the k most likely tokens; 0 for all")
     top_p: float = key(1.0, "sample from the most likely tokens that reach this probability")
     seed: int = key(0, "of the sampling; prompt i uses seed + i")
+    decode: bool = key(True, "false: replay the answers that the rows hold instead")
     compare: bool = key(True, "answer without drafting too: speed-up and equal texts")
     server: str = key("", "measure the SGLang or vLLM server at this URL (http://127.0.0.1:30000)")
     server_model: str | None = key(None, "model to ask the server for; default: its only one")
@@ -88,15 +94,12 @@ class Bench:
             stop_token_ids=stop_token_ids(self.target, self.tokenizer),
         )  # fmt: skip
 
-    def replay(self, ids: list[int], result: Generation) -> Rounds:
+    def replay(self, ids: list[int], mask: list[bool]) -> Rounds:
         """The rounds that the training job's evaluation finds in a text."""
         embed, head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
         ends = FrozenEnds(embed.weight, head.weight)  # type: ignore[union-attr, arg-type]
         step = DraftStep(self.drafter, ends, self.target.dtype, CHUNK_ROWS, sparse=False)
-        taps = self.drafter.config.target_layer_ids
-        return evaluate_text(
-            step, context_features(self.target, [*ids, *result.token_ids], taps), ids, result.token_ids
-        )
+        return evaluate_text(step, context_features(self.target, ids, self.drafter.config.target_layer_ids), ids, mask)
 
 
 def read_prompts(config: EvaluateConfig) -> list[Prompt]:
@@ -160,7 +163,8 @@ def answer_all(bench: Bench, temperature: float) -> Answers:
         answers.drafted.append(result)
         answers.loop.append(Rounds.of(result, len(ids)))
         if temperature == 0:
-            answers.replayed.append(bench.replay(ids, result))
+            mask = [False] * len(ids) + [True] * len(result.token_ids)
+            answers.replayed.append(bench.replay([*ids, *result.token_ids], mask))
         if compare:
             answers.plain.append(bench.answer(None, ids, temperature, seed))
         if compare and temperature == 0:
@@ -181,7 +185,7 @@ def evaluate_locally(bench: Bench, temperature: float) -> dict[str, Any]:
     """One temperature."""
     answers = answer_all(bench, temperature)
     drafted, plain = answers.drafted, answers.plain
-    domains = [str(row.row.get("domain", "all")) for row in bench.rows]
+    domains = [domain_of(row) for row in bench.rows]
     report: dict[str, Any] = {"temperature": temperature}
     report |= summary(answers.loop, domains, bench.drafter.config.block_size)
     report["target_forwards"] = sum(result.target_forwards for result in drafted)
@@ -203,6 +207,43 @@ def evaluate_locally(bench: Bench, temperature: float) -> dict[str, Any]:
     if plain and temperature == 0:
         report |= {"texts_equal": len(plain) - len(answers.divergences), "divergences": answers.divergences}
     return report
+
+
+def replay_stored(bench: Bench) -> dict[str, Any]:
+    """The last answers of the rows, as training would see them; rows without one are counted on stderr.
+
+    Raises:
+        UserError: no row has an answer.
+    """
+    longest = text_config(bench.target.config).max_position_embeddings
+    encoder = Encoder(
+        tokenizer=bench.tokenizer, options=bench.config.target.template_options, max_length=longest, too_long="drop",
+        turns="last", reasoning=True,
+    )  # fmt: skip
+    texts, domains, names, refused = [], [], set(), Counter[str]()
+    for row in tqdm(bench.rows, unit="answer", desc="replay"):
+        try:
+            encoded = encoder(as_document(row.row))
+        except Refused as reason:
+            refused[reason.args[0]] += 1
+            continue
+        texts.append(bench.replay(encoded.input_ids, encoded.loss_mask))
+        domains.append(domain_of(row))
+        names.add(row.row.get("generated_by"))
+    if refused:
+        print(f"{refused.total()} rows are left out ({refused.most_common(3)})", file=sys.stderr)
+    if not texts:
+        raise UserError(
+            f"prompts ({', '.join(bench.config.prompts)}) has no row with an answer; decode=false needs one"
+        )
+    own = names == {Path(bench.config.target.path or "").name}
+    name = {"name": "replay" if own else "teacher-forced"}
+    return name | summary(texts, domains, bench.drafter.config.block_size)
+
+
+def domain_of(row: Prompt) -> str:
+    """What a row says it is about."""
+    return str(row.row.get("domain", "all"))
 
 
 def record(config: EvaluateConfig) -> dict[str, Any]:
@@ -248,6 +289,8 @@ def main(argv: list[str]) -> int:
     config = parse(EvaluateConfig, argv, __doc__ or "")
     rows = read_prompts(config)
     result: dict[str, Any] = {"settings": record(config)}
+    if config.server and not config.decode:
+        raise UserError("decode is false; with server the server decodes")
     local = bool(config.drafter.path) or not config.server
     bench = Bench(config, *load_pair(config.drafter.path, config.target), rows) if local else None
     if config.server:
@@ -258,7 +301,10 @@ def main(argv: list[str]) -> int:
     if bench is not None:
         result["drafter"] = to_published(bench.drafter.config)
         result["local"] = []
-        for temperature in config.temperatures:
+        if not config.decode:
+            result["replay"] = replay_stored(bench)
+            print_replay(result["replay"], config.target.dtype)
+        for temperature in config.temperatures if config.decode else []:
             report = evaluate_locally(bench, temperature)
             print_local(report, config.target.dtype)
             result["local"].append(report)

@@ -31,14 +31,27 @@ def summary(texts: list[Rounds], domains: list[str], block_size: int) -> dict[st
     }
 
 
+def print_replay(report: dict[str, Any], dtype: str) -> None:
+    """Of stored answers, for people."""
+    print(
+        f"\n{report['prompts']} stored answers, {dtype}\n  {report['name']} {report['acceptance_pooled']:.3f}"
+        f" {_interval(report)} pooled, {report['acceptance_mean']:.3f} mean of prompts ({report['tokens']} tokens in"
+        f" {report['rounds']} rounds)"
+    )
+    _print_cuts(report)
+
+
+def _interval(report: dict[str, Any]) -> str:
+    if report["interval"] is None:
+        return "(too few prompts for an interval)"
+    return "(95 % interval over prompts {:.3f} to {:.3f})".format(*report["interval"])
+
+
 def print_local(report: dict[str, Any], dtype: str) -> None:
-    """The same for people."""
-    interval = "(too few prompts for an interval)"
-    if report["interval"] is not None:
-        interval = "(95 % interval over prompts {:.3f} to {:.3f})".format(*report["interval"])
+    """Of decoded answers, for people."""
     print(f"\ntemperature {report['temperature']:g}, {report['prompts']} prompts, {dtype}")
     print(
-        f"  loop    {report['acceptance_pooled']:.3f} {interval} pooled, {report['acceptance_mean']:.3f}"
+        f"  loop    {report['acceptance_pooled']:.3f} {_interval(report)} pooled, {report['acceptance_mean']:.3f}"
         f" mean of prompts ({report['tokens']} tokens in {report['rounds']} rounds, {report['target_forwards']} target"
         " forwards with prefills)"
     )
@@ -50,16 +63,7 @@ def print_local(report: dict[str, Any], dtype: str) -> None:
             f"  replay  {again['pooled']:.3f} pooled, {again['mean']:.3f} mean of prompts; the same rounds in"
             f" {again['equal_texts']} of {report['prompts']} texts"
         )
-    for name, value in report["domains"].items():
-        print(f"  domain {name}: {value['pooled']:.3f} ({value['prompts']} prompts)")
-    for row in report["context"]:
-        print(f"  context of {row['from']} tokens and more: {row['pooled']:.3f} ({row['rounds']} rounds)")
-    print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
-    for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
-        print(
-            f"  {label}"
-            + " ".join("    -" if row[name] is None else f"{row[name]:5.2f}" for row in report["positions"])
-        )
+    _print_cuts(report)
     if report.get("speed_up"):
         rounds = max(report["rounds"], 1)
         draft, verify = (report[f"{name}_seconds"] / rounds * 1e3 for name in ("draft", "verify"))
@@ -76,6 +80,19 @@ def print_local(report: dict[str, Any], dtype: str) -> None:
         print(f"  texts equal to those without drafting: {report['texts_equal']} of {report['prompts']}")
         for line in report["divergences"][:5]:
             print(f"    {line}")
+
+
+def _print_cuts(report: dict[str, Any]) -> None:
+    for name, value in report["domains"].items():
+        print(f"  domain {name}: {value['pooled']:.3f} ({value['prompts']} prompts)")
+    for row in report["context"]:
+        print(f"  context of {row['from']} tokens and more: {row['pooled']:.3f} ({row['rounds']} rounds)")
+    print("  slot      " + " ".join(f"{row['slot']:>5}" for row in report["positions"]))
+    for name, label in (("accepted", "accepted  "), ("given_previous", "given prev")):
+        print(
+            f"  {label}"
+            + " ".join("    -" if row[name] is None else f"{row[name]:5.2f}" for row in report["positions"])
+        )
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value

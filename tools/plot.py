@@ -25,12 +25,11 @@ Values = NDArray[np.float64]
 SMOOTH = 0.02  # share of a run's points that a smoothed point is the mean of
 SMOOTHED = f"running mean over {100 * SMOOTH:g} % of a run"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
-GIVEN = "Train/acc_given_prefix_"
 PLACES = {"step": "step", "tokens": "document tokens trained on"}
 VALUES = {
     "loss": f"training loss ({SMOOTHED})",
     "acceptance": "acceptance length, bonus token included",
-    "positions": "share of training blocks right in slots 1 to k",
+    "positions": "share of held-out rounds that accept slot k",
 }
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "dflash", "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
@@ -52,12 +51,21 @@ class PlotConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """Values by tag and step, document tokens up to the step of each status line, how acceptance was measured."""
+    """What a run wrote.
+
+    Attributes:
+        name: what the legends call it.
+        scalars: values by tag and step.
+        tokens: document tokens trained on up to the step of each status line.
+        how: how acceptance was measured; empty if it was not.
+        slots: of the last evaluation, for slots 1 to K - 1.
+    """
 
     name: str
     scalars: dict[str, dict[int, float]]
     tokens: dict[int, float]
     how: str
+    slots: list[float]
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -75,10 +83,10 @@ def read_run(folder: Path, name: str) -> Run:
     scalars |= {f"Acceptance/{part}": {row["step"]: row[part] for row in rows} for part in ("pooled", "low", "high")}
     tokens, total = {0: 0.0}, 0.0
     for line in read_jsonl(folder / METRICS):
-        packs = sum(last - first + 1 for first, last in line["packs"])
-        total += packs * line["tokens_s"] / line["packs_s"]  # packs, and mean document tokens in one
+        total += line["document_tokens"]
         tokens[line["step"]] = total
-    run = Run(name, scalars, tokens, rows[-1]["name"] if rows else "")
+    slots = [float(slot["accepted"] or 0) for slot in rows[-1]["positions"]] if rows else []
+    run = Run(name, scalars, tokens, rows[-1]["name"] if rows else "", slots)
     if not len(curve(run, "Train/loss", "tokens")[0]):
         raise UserError(f"runs has {folder}; its events and {METRICS} have no point of Train/loss yet")
     return run
@@ -102,19 +110,11 @@ def smooth(places: Values, values: Values) -> tuple[Values, Values]:
     return places[half : len(places) - half][thin], means[thin]
 
 
-def positions(run: Run) -> tuple[Values, Values]:
-    """Share of the training blocks at the last status line whose slots 1 to k are right, for every k."""
-    slots = np.arange(1, 1 + sum(tag.startswith(GIVEN) for tag in run.scalars))
-    step = max(run.scalars[f"{GIVEN}{slots[-1]}"])  # written last: all other slots are there too
-    given = np.array([run.scalars[f"{GIVEN}{slot}"][step] for slot in slots])
-    return slots.astype(float), given.cumprod()
-
-
 def draw(axes: "Axes", picture: str, runs: list[Run], x: str) -> None:
     """Fill one picture."""
     for run, colour in zip(runs, COLOURS, strict=False):
         if picture == "positions":
-            axes.plot(*positions(run), "o-", color=colour, label=run.name, clip_on=False)
+            axes.plot(np.arange(1, len(run.slots) + 1), run.slots, "o-", color=colour, label=run.name, clip_on=False)
             continue
         places, values = smooth(*curve(run, "Train/loss" if picture == "loss" else "Train/streak", x))
         if picture == "loss":

@@ -76,7 +76,9 @@ def list_sources(data: DataSection) -> list[Source]:
                 f"data.{name} is {values}; it takes one number, 0 or more, for each of {len(paths)} sources"
             )
     weights, caps = data.weights or [1.0] * len(paths), data.max_rows or [0] * len(paths)
-    return [Source(path, weight, cap) for path, weight, cap in zip(paths, weights, caps, strict=True)]
+    heldout = check_sources("data.heldout_sources", data.heldout_sources) if data.heldout_sources else []
+    trained = [Source(path, weight, cap) for path, weight, cap in zip(paths, weights, caps, strict=True)]
+    return trained + [Source(path, heldout=True) for path in heldout]
 
 
 def summary(ledger: Ledger) -> str:
@@ -88,7 +90,9 @@ def summary(ledger: Ledger) -> str:
     if ledger.cut_to_max_length:
         lines.append(f"  longer than data.seq_len: {ledger.cut_to_max_length}, ended early")
     if ledger.duplicates:
-        lines.append(f"  duplicates (kept, always in one split): {ledger.duplicates}")
+        lines.append(f"  duplicates (kept): {ledger.duplicates}")
+    if ledger.in_both_splits:
+        lines.append(f"  WARNING: {ledger.in_both_splits} conversations of data.heldout_sources are trained on too")
     lengths = sorted((int(limit), count) for limit, count in ledger.lengths.items())
     lines.append("  tokens: " + ", ".join(f"up to {limit}: {count}" for limit, count in lengths))
     lines += [f"  dropped: {reason}: {count}" for reason, count in ledger.dropped.most_common()]

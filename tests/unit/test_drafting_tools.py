@@ -17,10 +17,14 @@ import generate as generate_tool
 from dflash_data.chat import render
 from dflash_model import UserError, generate, load_drafter, save_drafter
 from dflash_model.config import FULL, SLIDING
+from dflash_model.taps import context_features
+from dflash_train.acceptance import Acceptance
 from dflash_train.card import Origin, model_card
+from dflash_train.evaluate import evaluate_text
 from support.stub_server import StubServer
 from support.tiny import DENSE, tiny_config, tiny_drafter
 from support.tokenizer import byte_fallback_tokenizer, chat_tokenizer
+from support.trained import draft_step
 
 # Also what the stub server reads: proposals accepted in each of its rounds, 8 in 6 rounds.
 QUESTIONS = [("3 0 2", "facts"), ("0 1", "prose"), ("2", "prose")]
@@ -77,6 +81,35 @@ def test_evaluate_reports_what_the_library_does(world: Path, capsys: pytest.Capt
     assert sampled["temperature"] == 1
     assert "replay" not in sampled
     assert "texts_equal" not in sampled
+
+
+def test_stored_answers_are_replayed(world: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Prompt and answer as a server would tokenize them, the stop token included; rows without an answer are told."""
+    said = [("What?", "The quick brown fox.", "prose"), ("Hm", "It is 3.", "facts")]
+    rows = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], "domain": domain}
+        for asked, answer, domain in said
+    ]
+    rows.append({"messages": [{"role": "user", "content": "Hm"}]})
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate.main([*pair(world), f"prompts={path}", "decode=false"]) == 0
+    out = capsys.readouterr()
+    report = json.loads(out.out.splitlines()[-1])
+    assert report["local"] == []
+    assert "1 rows are left out" in out.err
+    target = AutoModelForCausalLM.from_pretrained(world / "target", dtype=torch.float32)
+    drafter, tokenizer = load_drafter(world / "dflash", dtype=torch.float32), chat_tokenizer()
+    texts = []
+    for asked, answer, _ in said:
+        prompt = render(tokenizer, [{"role": "user", "content": asked}], generation_prompt=True)
+        answered = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        ids, mask = prompt + answered, [False] * len(prompt) + [True] * len(answered)
+        context = context_features(target, ids, drafter.config.target_layer_ids)
+        texts.append(evaluate_text(draft_step(drafter, target), context, ids, mask))
+    assert report["replay"]["name"] == "teacher-forced"  # these rows do not say that the target wrote them
+    assert report["replay"]["acceptance_pooled"] == pytest.approx(Acceptance.of(texts).pooled)
+    assert report["replay"]["domains"]["facts"]["pooled"] == pytest.approx(Acceptance.of(texts[1:]).pooled)
 
 
 @pytest.fixture

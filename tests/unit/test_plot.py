@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 from dflash_data.packs import STATS
 from dflash_model import UserError
-from dflash_train.acceptance import Acceptance
+from dflash_train.acceptance import Rounds
 from dflash_train.mesh import Split
 from dflash_train.metrics import RunLog
 from dflash_train.verdict import DRAFTER, Accounts
-from plot import curve, draw, main, positions, read_run, smooth
+from plot import curve, draw, main, read_run, smooth
 
 
 def open_log(folder: Path, step: int, *, evaluated: bool = True) -> RunLog:
@@ -22,13 +22,21 @@ def open_log(folder: Path, step: int, *, evaluated: bool = True) -> RunLog:
     )  # fmt: skip
 
 
+def texts(*tokens: int) -> list[Rounds]:
+    """One text for each number of tokens, in ten rounds that commit about equally many."""
+    found = []
+    for count in tokens:
+        committed = np.full(10, count // 10) + (np.arange(10) < count % 10)
+        found.append(Rounds(np.arange(10), committed - 1, committed, np.zeros(10, dtype=bool)))
+    return found
+
+
 def log_step(log: RunLog, step: int, loss: float, packs: list[list[int]], tokens_a_pack: float) -> None:
     """A status line whose interval had these packs; four were received by the process that writes it."""
     targets, drafters = np.zeros((1, 1 + len(STATS))), np.zeros((1, len(DRAFTER)))
     targets[0, 0], targets[0, 1 + STATS.index("document_tokens")] = 4, 4 * tokens_a_pack
     drafters[0, DRAFTER.index("compute")], drafters[0, DRAFTER.index("packs")] = 2.0, 4
     values = {"loss": loss, "acc": 0.5, "streak": step / 10, "lr": 0.1}
-    values |= {"acc_given_prefix_1": 0.5, "acc_given_prefix_2": 0.4, "acc_given_prefix_3": step / 10}
     log.step(step, values, Accounts(Split(1, 1, False), 2, targets, drafters), memory_gib=0.0, packs=packs)
 
 
@@ -36,18 +44,18 @@ def log_step(log: RunLog, step: int, loss: float, packs: list[list[int]], tokens
 def folder(tmp_path: Path) -> Path:
     """Two packs a step. Steps 3 and 4 are undone by a resume at step 2, whose evaluation is repeated."""
     log = open_log(tmp_path, 0)
-    log.evaluation(0, Acceptance(np.array([10, 10]), np.array([10, 10])), "replay")
+    log.evaluation(0, texts(10, 10), 8, "replay")
     log_step(log, 1, 6.0, [[0, 1]], 100.0)
     log_step(log, 2, float("nan"), [[2, 3]], 100.0)
-    log.evaluation(2, Acceptance(np.array([12, 12]), np.array([10, 10])), "replay")
+    log.evaluation(2, texts(12, 12), 8, "replay")
     log_step(log, 4, 9.0, [[4, 7]], 100.0)
     log.close()
     log = open_log(tmp_path, 2, evaluated=False)
-    log.evaluation(2, Acceptance(np.array([30, 10]), np.array([10, 10])), "replay")
+    log.evaluation(2, texts(30, 10), 8, "replay")
     log_step(log, 4, 4.0, [[4, 5], [6, 7]], 50.0)
     log_step(log, 6, 3.0, [[8, 11]], 200.0)
-    log.evaluation(5, Acceptance(np.array([40, 40]), np.array([10, 10])), "replay")
-    log.evaluation(7, Acceptance(np.array([50, 50]), np.array([10, 10])), "replay")
+    log.evaluation(5, texts(40, 40), 8, "replay")
+    log.evaluation(7, texts(50, 50), 8, "replay")
     log.close()
     return tmp_path
 
@@ -73,10 +81,10 @@ def test_tokens_are_those_of_the_packs(folder: Path) -> None:
     assert curve(run, "Acceptance/pooled", "tokens")[0] == pytest.approx([0, 400, 1000])
 
 
-def test_positions_are_of_the_last_line(folder: Path) -> None:
-    slots, shares = positions(read_run(folder, "a"))
-    assert slots.tolist() == [1, 2, 3]
-    assert shares == pytest.approx([0.5, 0.5 * 0.4, 0.5 * 0.4 * 0.6])
+def test_positions_are_of_the_last_evaluation(folder: Path) -> None:
+    axes = Figure().add_subplot()
+    draw(axes, "positions", [read_run(folder, "a")], "step")
+    assert listed(axes.lines[0].get_data()) == [[1, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 0, 0, 0]]
 
 
 def test_running_mean_by_hand() -> None:

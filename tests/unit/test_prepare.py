@@ -144,6 +144,21 @@ def test_splits_are_disjoint_complete_and_keep_equal_conversations_together(tmp_
     assert set(heldout) < set(answers(open_prepared(tmp_path / "more", seq_len=256, vocab_size=100_000).heldout))
 
 
+def test_a_test_set_of_ones_own(tmp_path: Path) -> None:
+    """All of it is held out beside a share of the rest; what is trained on as well is counted."""
+    source = write(tmp_path / "a.jsonl", [chat(f"Answer {number}.") for number in range(40)])
+    own = write(tmp_path / "own.jsonl", [chat("Mine."), chat("Answer 7."), chat("Answer 8.")])
+    first, _ = run([source], tmp_path / "alone", heldout_ratio=0.3)
+    sources = [Source(source), Source(own, heldout=True)]
+    ledger, reused = prepare(sources, tmp_path / "out", TOKENIZER, Recipe(max_length=256, heldout_ratio=0.3), workers=1)
+    before, after = (open_prepared(tmp_path / name, seq_len=256, vocab_size=100_000) for name in ("alone", "out"))
+    assert answers(after.train) == answers(before.train)
+    assert answers(after.heldout) == [*answers(before.heldout), "Mine.", "Answer 7.", "Answer 8."]
+    trained = sum(text in answers(after.train) for text in ("Answer 7.", "Answer 8."))
+    assert (ledger.in_both_splits, ledger.duplicates, first.in_both_splits, reused) == (trained, 2, 0, False)
+    assert trained == 2, "or another pair must be chosen"
+
+
 def test_missing_sources_and_templates_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.sources is empty"):
         check_sources("data.sources", [])

@@ -42,8 +42,9 @@ def test_replay_equals_the_loop(family: str, layers: tuple[str, ...], hold: Hold
     for prompt in PROMPTS:
         for limit in (TEXT, TEXT + 13, 2):
             out = generate(drafter, target, prompt, max_new_tokens=limit)
-            context = context_features(target, prompt + out.token_ids, drafter.config.target_layer_ids)
-            loop, replayed = Rounds.of(out, len(prompt)), evaluate_text(step, context, prompt, out.token_ids)
+            ids, mask = prompt + out.token_ids, [False] * len(prompt) + [True] * len(out.token_ids)
+            context = context_features(target, ids, drafter.config.target_layer_ids)
+            loop, replayed = Rounds.of(out, len(prompt)), evaluate_text(step, context, ids, mask)
             for name in ("context", "accepted", "committed", "last"):
                 different = sum(a != b for a, b in zip(getattr(loop, name), getattr(replayed, name), strict=True))
                 hold(f"rounds of the replay, {family}", "the cached drafting loop, rounds that differ", different, 0)

@@ -137,6 +137,7 @@ class Chunk:
 
     index: int
     weight: float
+    heldout: bool
     rows: list[RawRow]
 
 
@@ -161,7 +162,8 @@ class ChunkEncoder:
 
     def _encode(self, chunk: Chunk) -> Part:
         name = f"{chunk.index:08d}"
-        part, digest, said_by_row = Part(), hashlib.sha256(), []
+        part, digest = Part(), hashlib.sha256()
+        said_by_row: dict[str, list[int]] = {split: [] for split in SPLITS}
         documents: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
         kept, dropped = [], []
         for raw in chunk.rows:
@@ -172,7 +174,7 @@ class ChunkEncoder:
                     raise Refused(str(row.problem))
                 document = as_document(row.row)
                 said = text_hash(document)
-                split = split_of(said, self.heldout_ratio)
+                split = "heldout" if chunk.heldout else split_of(said, self.heldout_ratio)
                 copies = copies_of(said, chunk.weight) if split == "train" else 1
                 if not copies:
                     raise Refused(LEFT_OUT)
@@ -184,7 +186,7 @@ class ChunkEncoder:
             generated_by = document.generated_by if isinstance(document, Conversation) else None
             part.add(split, encoded, generated_by)
             digest.update(json.dumps([split, copies, encoded.input_ids, encoded.loss_mask]).encode())
-            said_by_row.append(said)
+            said_by_row[split].append(said)
             documents[split].append(
                 {"input_ids": encoded.input_ids, "loss_mask": encoded.loss_mask, "length": len(encoded.input_ids),
                  "supervised": sum(encoded.loss_mask), "copies": copies, "source": f"{raw.file}:{raw.line}"}
@@ -194,7 +196,7 @@ class ChunkEncoder:
         part.digest = digest.hexdigest()
         for split, rows in documents.items():
             write_documents(self.folder / split / f"{name}.arrow", rows)
-        np.save(self.folder / "texts" / f"{name}.npy", np.array(said_by_row, dtype=np.uint64))
+            np.save(self.folder / "texts" / f"{name}.{split}.npy", np.array(said_by_row[split], dtype=np.uint64))
         for folder, rows in (("heldout_rows", kept), ("dropped", dropped)):
             lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
             (self.folder / folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")

@@ -23,14 +23,14 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dflash_data.chunks import LEFT_OUT, Chunk, ChunkEncoder, Part, counted, merge
+from dflash_data.chunks import LEFT_OUT, SPLITS, Chunk, ChunkEncoder, Part, counted, merge
 from dflash_data.encoder import Encoder
 from dflash_data.sources import RawRow, read_raw
 from dflash_model.errors import UserError
 
 HELDOUT = "heldout.jsonl"  # the held-out conversations as they came: prompts for tools/evaluate.py
 DROPPED = "dropped.jsonl"
-FORMAT = 6
+FORMAT = 7
 CHUNK_ROWS, CHUNK_BYTES = 1000, 8 << 20
 
 
@@ -42,11 +42,13 @@ class Source:
         path: where it is.
         weight: how often its conversations stand in one epoch; a fraction is a share of them, chosen by their text.
         max_rows: rows read at most; 0 for all.
+        heldout: whether all of it is held out.
     """
 
     path: Path
     weight: float = 1.0
     max_rows: int = 0
+    heldout: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +82,13 @@ class Ledger(Part):
         settings: sources, tokenizer and recipe; equal settings give an equal dataset.
         fingerprint: of the content of both splits.
         duplicates: conversations whose text stood in an earlier row too.
+        in_both_splits: held-out texts that are trained on too; only sources that are held out as a whole can do that.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     duplicates: int = 0
+    in_both_splits: int = 0
 
     def write(self, folder: Path) -> None:
         """Write ``ledger.json``."""
@@ -113,7 +117,10 @@ def settings_of(sources: list[Source], tokenizer: PreTrainedTokenizerBase, recip
     """
     return {
         "format": FORMAT,
-        "sources": [[str(source.path), source.weight, source.max_rows, *_version(source.path)] for source in sources],
+        "sources": [
+            [str(source.path), source.weight, source.max_rows, source.heldout, *_version(source.path)]
+            for source in sources
+        ],
         "chat_template": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
         "tokenizer": hashlib.sha256(_tokenizer_text(tokenizer).encode()).hexdigest(),
         "recipe": {name: value for name, value in asdict(recipe).items() if name != "max_bad_rows"},
@@ -172,8 +179,11 @@ def prepare(
         shutil.rmtree(work)
         raise UserError(f"data.sources: none of {ledger.rows_in} rows can be trained on ({reasons(ledger)})")
     ledger.fingerprint = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
-    texts = np.concatenate([np.load(path) for path in sorted((work / "texts").iterdir())])
-    ledger.duplicates = len(texts) - len(np.unique(texts))
+    trained, heldout = (
+        np.concatenate([np.load(path) for path in sorted((work / "texts").glob(f"*.{split}.npy"))]) for split in SPLITS
+    )
+    ledger.duplicates = len(trained) + len(heldout) - len(np.union1d(trained, heldout))
+    ledger.in_both_splits = len(np.intersect1d(trained, heldout))
     for name, folder in ((HELDOUT, "heldout_rows"), (DROPPED, "dropped")):
         with (work / name).open("wb") as file:
             for path in sorted((work / folder).iterdir()):
@@ -221,10 +231,10 @@ def _chunks(sources: list[Source]) -> Iterator[Chunk]:
             rows.append(row)
             size += len(row.content) if isinstance(row.content, bytes) else 1000
             if len(rows) == CHUNK_ROWS or size > CHUNK_BYTES:
-                yield Chunk(index, source.weight, rows)
+                yield Chunk(index, source.weight, source.heldout, rows)
                 index, rows, size = index + 1, [], 0
         if rows:
-            yield Chunk(index, source.weight, rows)
+            yield Chunk(index, source.weight, source.heldout, rows)
             index += 1
 
 

@@ -57,27 +57,28 @@ def evaluate_pack(step: DraftStep, pack: HiddenPack, num_chunks: int) -> list[Ro
     return _replay_row(step, pack.tensors, (ids, mask, doc), len(pack.host["anchor_A"]), num_chunks)
 
 
-def evaluate_text(step: DraftStep, context_SE: Tensor, prompt: Sequence[int], response: Sequence[int]) -> Rounds:
-    """Rounds of one prompt and its response.
+def evaluate_text(step: DraftStep, context_SE: Tensor, token_ids: Sequence[int], loss_mask: Sequence[bool]) -> Rounds:
+    """Rounds of one document.
 
     Args:
         step: the drafter to evaluate.
-        context_SE: context features of prompt and response; those of the last token are not used.
-        prompt: its tokens.
-        response: its tokens, the stop token included.
+        context_SE: context features of the tokens; those of the last one are not used.
+        token_ids: its tokens, stop tokens included.
+        loss_mask: which of them the target wrote.
     """
-    length = len(prompt) + len(response)
+    length = len(token_ids)
     width = -(-length // TILE) * TILE
     ids, doc = np.zeros(width, dtype=np.int32), np.full(width, PAD_DOCUMENT, dtype=np.int32)
-    ids[:length], doc[:length] = [*prompt, *response], 0
-    mask = (doc == 0) & (np.arange(width) >= len(prompt))
+    ids[:length], doc[:length] = token_ids, 0
+    mask = np.zeros(width, dtype=np.bool_)
+    mask[:length] = loss_mask
     device = context_SE.device
     tensors = {
         "context_SE": torch.cat((context_SE, context_SE.new_zeros(width - len(context_SE), context_SE.shape[1]))),
         "input_ids_S": torch.from_numpy(ids).to(device),
         "position_S": torch.arange(width, dtype=torch.int32, device=device),
     }
-    num_chunks = -(-len(response) // TILE)
+    num_chunks = -(-int(mask.sum()) // TILE)
     return _replay_row(step, tensors, (ids, mask, doc), TILE, num_chunks)[0]
 
 

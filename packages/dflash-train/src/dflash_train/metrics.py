@@ -22,7 +22,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from dflash_data.packs import STATS
 from dflash_data.schedule import WorkItem
-from dflash_train.acceptance import Acceptance
+from dflash_train.acceptance import Acceptance, Rounds, by_position
 from dflash_train.verdict import Accounts, Verdict, judge
 from dflash_train.watch import SpeedWatch
 
@@ -35,7 +35,8 @@ LAYOUT = {
     "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
     "Acceptance": {
         "held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]],
-        "by slot, given all before": ["Multiline", [r"Train/acc_given_prefix_.*"]],
+        "held-out, by slot": ["Multiline", [r"Acceptance/slot_.*"]],
+        "training, by slot, given all before": ["Multiline", [r"Train/acc_given_prefix_.*"]],
     },
     "Pipeline": {
         "tokens/s": ["Multiline", ["Pipeline/target_tokens_s", "Pipeline/drafter_tokens_s", "Pipeline/tokens_s"]],
@@ -152,6 +153,7 @@ class RunLog:
         record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
         record |= {"evidence": verdict.evidence, "mfu": mfu, "packs": packs, "seconds": accounts.seconds()}
+        record["document_tokens"] = accounts.tokens_per_pack * sum(last - first + 1 for first, last in packs)
         queues = {f"{name}_{rank}": depth for name in ("q_pre", "q_hs") for rank, depth in enumerate(record[name])}
         busy = float(accounts.drafter("busy").mean())
         system = {"memory_gib": memory_gib, "mfu": mfu, "gpu_busy": busy if busy >= 0 else None}
@@ -214,14 +216,16 @@ class RunLog:
             f" {verdict.name} | epoch {step / self.epoch_steps:.2f} eta {eta}"
         )
 
-    def evaluation(self, step: int, result: Acceptance, name: str) -> None:
+    def evaluation(self, step: int, texts: list[Rounds], block_size: int, name: str) -> None:
         """Write one evaluation."""
+        result, positions = Acceptance.of(texts), by_position(texts, block_size)
         low, high = result.interval()
         record = {"step": step, "name": name, "pooled": result.pooled, "mean": result.mean, "low": low, "high": high}
         record |= {
             "prompts": len(result.tokens),
             "tokens": int(result.tokens.sum()),
             "rounds": int(result.rounds.sum()),
+            "positions": positions,
         }
         with self._never_in_the_way(EVALUATIONS):
             append(self.folder / EVALUATIONS, record)
@@ -229,6 +233,9 @@ class RunLog:
         with self._never_in_the_way("tensorboard"):
             for tag in ("pooled", "mean", "low", "high"):
                 self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)
+            for row in positions:
+                if row["accepted"] is not None:
+                    self.board.add_scalar(f"Acceptance/slot_{row['slot']}", row["accepted"], step)
         logger.info(
             f"held-out {name} acceptance at step {step}: {result.pooled:.3f} [{low:.3f}, {high:.3f}] pooled,"
             f" {result.mean:.3f} per prompt ({len(result.tokens)} prompts)"

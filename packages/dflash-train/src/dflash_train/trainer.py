@@ -266,10 +266,9 @@ class Trainer:
         texts = [text for part in everyone for text in part]
         if not texts:
             return None
-        result = Acceptance.of(texts)
         if self.log is not None:
-            self.log.evaluation(segment.step, result, self.course.acceptance_name)
-        return result.pooled
+            self.log.evaluation(segment.step, texts, self.job.drafter.block_size, self.course.acceptance_name)
+        return Acceptance.of(texts).pooled
 
     def save(self, step: int, acceptance: float | None, *, evaluated: bool) -> None:
         """Begin to write a checkpoint; training goes on when the state is copied."""

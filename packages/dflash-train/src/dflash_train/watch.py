@@ -34,7 +34,7 @@ class CompileWatch:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report, self._seen_us = report, _latest_us(get_compilation_metrics())
-        self._settled, self._main = False, threading.main_thread().ident
+        self._settled_us, self._main = float("inf"), threading.main_thread().ident
         self._began, self._seconds, self._depth = 0.0, 0.0, 0
         callback_handler.register_start_callback(self._started)
         callback_handler.register_end_callback(self._ended)
@@ -45,7 +45,7 @@ class CompileWatch:
 
     def settle(self) -> None:
         """The first step is through: from now on a compilation is news."""
-        self._settled = True
+        self._settled_us = time.time_ns() / 1e3
 
     def take(self) -> Compilations:
         """What was compiled since the last call."""
@@ -53,7 +53,7 @@ class CompileWatch:
         new = [record for record in records if (record.start_time_us or 0) > self._seen_us]
         self._seen_us = max(self._seen_us, _latest_us(records))
         seconds, self._seconds = self._seconds, 0.0
-        again = [record for record in new if record.recompile_reason or self._settled]
+        again = [record for record in new if (record.start_time_us or 0) > self._settled_us]
         reasons = [
             f"{record.co_name} ({record.co_filename}:{record.co_firstlineno}):"
             f" {' '.join(str(record.recompile_reason or 'compiled for the first time').split())[:300]}"
@@ -66,8 +66,16 @@ class CompileWatch:
         callback_handler.remove_start_callback(self._started)
         callback_handler.remove_end_callback(self._ended)
 
+    def _is_foreign(self) -> bool:
+        """Whether a thread of Python's compiles that is not the main one.
+
+        Autograd's own threads compile the backward graphs of a device; the main thread waits for them.
+        """
+        thread = threading.current_thread()
+        return thread.ident != self._main and not isinstance(thread, threading._DummyThread)
+
     def _started(self, _: CallbackArgs) -> None:
-        if threading.get_ident() != self._main:
+        if self._is_foreign():
             self._report(f"thread {threading.current_thread().name} compiles; only the main thread may")
             return
         self._depth += 1
@@ -75,7 +83,7 @@ class CompileWatch:
             self._began = time.perf_counter()
 
     def _ended(self, _: CallbackArgs) -> None:
-        if threading.get_ident() != self._main:
+        if self._is_foreign():
             return
         self._depth -= 1
         if self._depth == 0:
