@@ -47,8 +47,8 @@ from dflash_train.job import DTYPES, Job, check_job
 from dflash_train.metrics import append
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.run import pick_device
+from dflash_train.start import initial_tensors
 from dflash_train.titan import apply_gradients, build_optimizer
-from dflash_train.trainer import initial_tensors
 
 MODULES = {
     "model": "algorithms.common.dflash_family_model", "data": "algorithms.common.dflash_family_data",
@@ -113,7 +113,7 @@ def build_peer(config: PeerConfig, job: Job, peer: dict[str, Any], device: torch
         draft.rotary_emb.to(dtype)
     parallelize_drafter(draft, DeviceMesh(device.type, [0]), dtype=dtype, compile_layers=False)
     if config.drafter.init_from is not None or not config.own_start:
-        fill_sharded(draft, initial_tensors(job))
+        fill_sharded(draft, initial_tensors(job.config.drafter, job.target, job.drafter, job.config.run.seed))
     ends = FrozenEnds.load(job.target, dtype=dtype, device=device)
     embed, head = nn.Embedding.from_pretrained(ends.embedding_VD), nn.Linear(1, 1, bias=False)
     head.weight = nn.Parameter(ends.head_VD, requires_grad=False)

@@ -49,6 +49,9 @@ class DrafterSection:
         "start from this drafter's weights (folder with config.json and model.safetensors); its shape holds, and the"
         " other drafter keys must agree with it or be left out",
     )
+    init_from_target: bool = key(
+        False, "start as the target's last layers, attention and MLP each where it has the drafter's shapes"
+    )
     num_layers: int | None = key(None, "decoder layers; default: 5")
     num_taps: int | None = key(None, "tapped target layers, spread by the published rule; default: num_layers")
     target_layer_ids: list[int] | None = key(None, "tapped target layers, 0-based outputs; overrides num_taps")

@@ -18,6 +18,7 @@ from dflash_train.checkpoint import Position
 from dflash_train.config import RunConfig
 from dflash_train.drafter_config import drafter_config
 from dflash_train.mesh import Split, make_split
+from dflash_train.start import BorrowedLayers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -157,10 +158,22 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
             f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size})"
             f" must be a multiple of {TILE}"
         )
+    if config.drafter.init_from_target:
+        _check_borrowing(config, target, drafter)
     job = Job(config, split, target, drafter)
     if world_size is not None and not config.data.synthetic_documents:
         job.open_data()
     return job
+
+
+def _check_borrowing(config: RunConfig, target: TargetModel, drafter: DrafterConfig) -> None:
+    if config.drafter.init_from is not None:
+        raise UserError(
+            f"drafter.init_from_target is true and drafter.init_from is {config.drafter.init_from}; a drafter starts"
+            " from one of them"
+        )
+    if target.folder is not None:  # a random target is only written when the job starts
+        BorrowedLayers(target, drafter)
 
 
 def check_row_length(seq_len: int) -> None:

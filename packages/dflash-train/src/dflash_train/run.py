@@ -25,6 +25,7 @@ from dflash_data.target import ShardedTarget, find_target, write_random_target
 from dflash_model import UserError
 from dflash_train.channel import ChannelError, LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
+from dflash_train.config import DrafterSection
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes, make_meshes
@@ -32,6 +33,7 @@ from dflash_train.metrics import STARTS, RunLog, append, logger, start_logging
 from dflash_train.resume import check_files, clear_leftovers, find_position
 from dflash_train.retention import Retention
 from dflash_train.situation import Situation
+from dflash_train.start import BorrowedLayers
 from dflash_train.stop import Stop, same_command
 from dflash_train.titan import peak_flops
 from dflash_train.trainer import Course, Trainer, make_packs
@@ -278,8 +280,7 @@ def _train(
         )
         if not course.heldout_chunks:
             logger.info("no held-out rows: evaluation is off")
-        origin = job.config.drafter.init_from
-        start = f"starting from the drafter at {origin}" if origin else "starting"
+        start = "starting" + _origin(job)
         begin = f"resuming at step {course.position.step}" if course.position.step else start
         for change in changes:
             logger.info(f"allowed by resume.allow: {change}")
@@ -319,6 +320,21 @@ def describe(job: Job) -> str:
     return f"{versions}\n\n    {same_command()}\n\n" + "".join(f"    {line}\n" for line in settings.splitlines())
 
 
+def _origin_for_card(section: DrafterSection) -> str | None:
+    if section.init_from_target:
+        return "the target's last layers"
+    return section.init_from and Path(section.init_from).expanduser().absolute().name
+
+
+def _origin(job: Job) -> str:
+    section = job.config.drafter
+    if section.init_from is not None:
+        return f" from the drafter at {section.init_from}"
+    if section.init_from_target:
+        return f" from the target's last layers ({' and '.join(BorrowedLayers(job.target, job.drafter).parts)})"
+    return ""
+
+
 def facts_for_card(job: Job) -> dict[str, Any]:
     """What an exported drafter's model card tells beside the run's identity; file names only, no machine's paths."""
     data, named = job.open_data(), job.config.target.path
@@ -326,7 +342,7 @@ def facts_for_card(job: Job) -> dict[str, Any]:
     ledger = data.ledger
     return {
         "target": named if hub_name else job.target.name,
-        "init_from": job.config.drafter.init_from and Path(job.config.drafter.init_from).expanduser().absolute().name,
+        "init_from": _origin_for_card(job.config.drafter),
         "data": {
             "sources": [Path(source[0]).name for source in ledger.settings.get("sources", [])] or ["synthetic"],
             "rows": ledger.rows["train"],

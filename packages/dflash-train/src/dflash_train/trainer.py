@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +17,6 @@ from dflash_data.packs import HiddenPack
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Segment, Stream
 from dflash_model import Drafter
-from dflash_model.hub import stored_tensors
 from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.channel import Receiver, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
@@ -30,6 +27,7 @@ from dflash_train.mesh import Meshes
 from dflash_train.metrics import Interval, RunLog, as_ranges, logger
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.situation import Situation
+from dflash_train.start import initial_tensors
 from dflash_train.step import DraftStep, Tally
 from dflash_train.stop import Stop
 from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
@@ -71,16 +69,6 @@ def make_packs(
     channel.close()
 
 
-def initial_tensors(job: Job) -> Iterator[tuple[str, Tensor]]:
-    """Full fp32 start values of every drafter parameter, one at a time."""
-    init_from = job.config.drafter.init_from
-    if init_from is not None:
-        for name, tensor in stored_tensors(Path(init_from).expanduser()):
-            yield name, tensor.float()
-        return
-    yield from Drafter.initial_tensors(job.drafter, torch.Generator().manual_seed(job.config.run.seed))
-
-
 def build_drafter(job: Job, meshes: Meshes) -> Drafter:
     """The sharded drafter with start values: meta, compile, shard, allocate, fill."""
     assert meshes.drafter is not None
@@ -89,7 +77,7 @@ def build_drafter(job: Job, meshes: Meshes) -> Drafter:
     section = job.config.trainer
     parallelize_drafter(drafter, meshes.drafter, dtype=DTYPES[section.dtype], compile_layers=section.compile)
     drafter.to_empty(device=meshes.device)
-    fill_sharded(drafter, initial_tensors(job))
+    fill_sharded(drafter, initial_tensors(job.config.drafter, job.target, job.drafter, job.config.run.seed))
     return drafter.train()
 
 

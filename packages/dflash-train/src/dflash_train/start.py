@@ -1,0 +1,147 @@
+"""Start values of a drafter: drawn, of another drafter, or of the target's own last layers.
+
+A drafter layer has the parts of a pre-norm decoder layer, and by default their sizes in the target too. Started as the
+target's last layers it begins with what they know: on SmolLM2-135M the loss after 250 steps is what drawn weights
+reach after more than 600 (docs/LOG.md). No published DFlash trainer does this.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dflash_data.target import TargetModel
+from dflash_data.weights import TargetFiles
+from dflash_model import Drafter, DrafterConfig, UserError
+from dflash_model.hub import stored_tensors
+from dflash_model.taps import decoder_layers, decoder_of
+from dflash_train.config import DrafterSection
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+
+
+def initial_tensors(
+    section: DrafterSection, target: TargetModel, drafter: DrafterConfig, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Full fp32 start values of every drafter parameter, one at a time.
+
+    Raises:
+        UserError: the target's layers cannot be borrowed, or a file cannot be read.
+    """
+    if section.init_from is not None:
+        for name, tensor in stored_tensors(Path(section.init_from).expanduser()):
+            yield name, tensor.float()
+        return
+    drawn = Drafter.initial_tensors(drafter, torch.Generator().manual_seed(seed))
+    if not section.init_from_target:
+        yield from drawn
+        return
+    borrowed = BorrowedLayers(target, drafter)
+    for name, tensor in drawn:
+        found = borrowed.tensor(name)
+        yield name, tensor if found is None else found
+
+
+class BorrowedLayers:
+    """The target's last layers as those of a drafter.
+
+    Attention is taken if all four matrices have the drafter's shapes, the MLP if its three have; biases are left out.
+    A drafter's keys and values of the context bypass the norm before attention, so the norm's weights go into the
+    matrices behind it. Context features start as the last tapped layer's output. A target without norms of queries
+    and keys gets drafter norms as large as queries and keys are for inputs without direction.
+
+    Attributes:
+        parts: ``attention``, ``mlp`` or both: what is taken.
+
+    Raises:
+        UserError: the target has too few layers, none that is like a drafter's, or nothing has its shapes.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DrafterConfig) -> None:
+        kind = target.config.model_type
+        model = target.build_meta(torch.float32)
+        layers = list(decoder_layers(model))
+        self._first = len(layers) - drafter.num_layers
+        if self._first < 0:
+            raise UserError(
+                f"drafter.init_from_target is true; the target has {len(layers)} layers, the drafter"
+                f" {drafter.num_layers}: set drafter.num_layers to at most {len(layers)}"
+            )
+        self._layers, self._decoder = layers[self._first :], decoder_of(model)
+        self._files, self._config = TargetFiles.find(target.location), drafter
+        with torch.device("meta"):
+            self._shapes = {name: parameter.shape for name, parameter in Drafter(drafter).named_parameters()}
+        silu = getattr(target.config, "hidden_act", None) in ("silu", "swish")
+        if not silu or not all(_is_pre_norm(layer) for layer in self._layers):
+            raise UserError(
+                f"drafter.init_from_target is true; layers of a {kind} are not built like a drafter's (a norm before"
+                " attention, one before the MLP, SiLU): leave it out"
+            )
+        takes = {"attention": self._fits("self_attn", ATTENTION), "mlp": self._fits("mlp", MLP)}
+        self.parts = [part for part, fits in takes.items() if fits]
+        if not self.parts:
+            raise UserError(
+                "drafter.init_from_target is true; no layer of the target has the drafter's shapes: leave it out"
+            )
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A parameter of the drafter, fp32 on the CPU; None where its drawn values stay."""
+        if name == "norm.weight":
+            return self._gain(self._decoder, "norm", self._config.hidden_size)
+        if name == "fc.weight" and "attention" in self.parts:
+            fused = torch.zeros(self._shapes[name])
+            fused[:, -fused.shape[0] :] = torch.eye(fused.shape[0])
+            return fused
+        if not name.startswith("layers."):
+            return None
+        _, index, part, *rest = name.split(".")
+        if "attention" in self.parts and part == "self_attn":
+            return self._attention(int(index), rest[0])
+        if "mlp" in self.parts and part == "mlp":
+            return self._read(int(index), f"mlp.{rest[0]}.weight")
+        if "mlp" in self.parts and part == "post_attention_layernorm":
+            return self._gain(self._layers[int(index)], part, self._config.hidden_size, int(index))
+        return None
+
+    def _attention(self, index: int, part: str) -> Tensor:
+        attention, head_dim = self._layers[index].get_submodule("self_attn"), self._config.head_dim
+        if part.endswith("_norm"):
+            if part in dict(attention.named_children()):
+                return self._gain(attention, part, head_dim, index, "self_attn.")
+            rows = self._attention(index, part.replace("norm", "proj"))
+            return torch.full((head_dim,), math.sqrt(float(rows.square().sum(1).mean())))
+        matrix = self._read(index, f"self_attn.{part}.weight")
+        if part == "o_proj":
+            return matrix
+        return matrix * self._gain(self._layers[index], "input_layernorm", matrix.shape[1], index)
+
+    def _fits(self, part: str, names: tuple[str, ...]) -> bool:
+        """Whether these matrices have the drafter's shapes in every layer."""
+        return all(
+            dict(layer.named_parameters()).get(f"{part}.{name}.weight", torch.empty(0)).shape
+            == self._shapes[f"layers.0.{part}.{name}.weight"]
+            for layer in self._layers
+            for name in names
+        )
+
+    def _read(self, index: int, name: str) -> Tensor:
+        tensor = torch.empty(self._shapes[f"layers.{index}.{name}"])
+        self._files.read_into({f"{self._files.prefix}layers.{self._first + index}.{name}": tensor})
+        return tensor
+
+    def _gain(self, owner: nn.Module, name: str, size: int, index: int | None = None, inside: str = "") -> Tensor:
+        """What a norm multiplies by, whatever it adds to its stored weights: its output for a vector of ones."""
+        norm = owner.get_submodule(name).to_empty(device="cpu")
+        place = f"{inside}{name}.weight" if index is None else f"layers.{self._first + index}.{inside}{name}.weight"
+        with torch.no_grad():
+            self._files.read_into({self._files.prefix + place: norm.get_parameter("weight").data})
+            return norm(torch.ones(1, size))[0]
+
+
+def _is_pre_norm(layer: nn.Module) -> bool:
+    """Whether a decoder layer norms what goes into attention and into the MLP, and nothing else."""
+    return {name for name, _ in layer.named_children() if "norm" in name} == NORMS
