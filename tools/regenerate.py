@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_data.chat import load_tokenizer
 from dflash_data.completions import USAGE, ChatServer, Completion, Failure, answer_all
+from dflash_data.grouped import use_grouped_attention
 from dflash_data.regenerate import KEY, Decoding, LocalTarget, Marks, Prompt, Row, digest, read_prompt
 from dflash_data.sources import check_sources, read_raw, read_rows
 from dflash_data.target import find_target
@@ -137,6 +138,7 @@ def by_model(config: RegenerateConfig, decoding: Decoding) -> Writer:
             return
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        use_grouped_attention(model)
         local = LocalTarget(model, load_tokenizer(name or folder), config.target.template_options)
         yield from local.answer_all(chain([first], prompts), decoding, config.batch_tokens)
 

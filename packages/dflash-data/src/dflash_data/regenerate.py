@@ -24,6 +24,7 @@ from dflash_data.conversation import Conversation, Refused, as_document
 from dflash_data.sources import SourceRow
 from dflash_model.errors import UserError
 from dflash_model.sampling import Sampling, draw
+from dflash_model.taps import text_config
 
 Row = dict[str, Any]
 KEY = "regenerated_from"
@@ -218,12 +219,24 @@ def decode_batch(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad,
         eos_token_id=stop_ids, logits_processor=LogitsProcessorList(drawing),
         repetition_penalty=1.0,  # some models' generation_config.json has another
+        **(_PREALLOCATED if _attends_only(model) else {}),
     )  # fmt: skip
     responses = []
     for row in out[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))
         responses.append(row[:end])
     return responses
+
+
+# A cache that grows by a token is copied at every token. Its own graphs would be compiled for every batch's shape.
+_PREALLOCATED = {"cache_implementation": "static", "disable_compile": True}
+
+
+def _attends_only(model: PreTrainedModel) -> bool:
+    """Whether every layer keeps keys and values of the whole text, which is what a preallocated cache is for."""
+    config = text_config(model.config)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    return set(kinds) == {"full_attention"} and not getattr(config, "num_kv_shared_layers", None)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
