@@ -146,8 +146,9 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
             torch.randn(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]) * std for std in (1.0, 0.02)
         )
     draft = DraftStep(
-        drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows, sparse=device.type == "cuda"
-    )
+        drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows,
+        sparse=device.type == "cuda", compiled=bench.compile and device.type == "cuda",
+    )  # fmt: skip
     packs = [random_pack(bench, config, device, seed) for seed in range(4)]
     tally, calls = Tally(config.block_size, device), iter(range(10**9))
 

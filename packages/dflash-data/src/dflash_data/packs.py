@@ -64,6 +64,15 @@ class TokenPack:
         return [b - a for a, b in zip(starts, [*starts[1:], len(self.position_S)], strict=True)]
 
 
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for what the device is doing.
+
+    A copy from pageable memory would: the driver waits for the stream before it reads more than 64 KB. The page-locked
+    copy comes from torch's cache of such memory, which keeps it until the transfer is through.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class PackLayout:
     """Where each field of a pack lies in one contiguous message.

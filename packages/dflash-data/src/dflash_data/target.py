@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from dflash_data.packs import TokenPack
+from dflash_data.packs import TokenPack, staged
 from dflash_data.weights import TargetFiles, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
@@ -221,8 +221,8 @@ class ShardedTarget:
         """
         for mixer in self._per_document:
             mixer.lengths = lengths
-        ids = input_ids_S.to(self.device, torch.long)[None]
-        positions = position_S.to(self.device, torch.long)[None]
+        ids = staged(input_ids_S, self.device).long()[None]
+        positions = staged(position_S, self.device).long()[None]
         self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._taps.take()[0]
 

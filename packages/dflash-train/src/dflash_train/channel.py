@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_data.packs import STATS, TOKEN_FIELDS, HiddenPack, PackLayout
+from dflash_data.packs import STATS, TOKEN_FIELDS, HiddenPack, PackLayout, staged
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Stream, WorkItem
 from dflash_train.mesh import Split
@@ -350,7 +350,7 @@ class LocalChannel:
             made = next(self._packs)
         assert made.pack.item.stream is not Stream.PADDING, "colocated ranks have no padding rounds"
         host = {name: getattr(made.pack, name) for name in TOKEN_FIELDS}
-        tensors = {name: tensor.to(made.context_SE.device, non_blocking=True) for name, tensor in host.items()}
+        tensors = {name: staged(tensor, made.context_SE.device) for name, tensor in host.items()}
         return HiddenPack(made.pack.item, {**tensors, "context_SE": made.context_SE}, host, made.stats)
 
     def depth(self) -> int:

@@ -110,7 +110,7 @@ class TrainerSection:
     max_skipped_steps: int = key(
         20, "this many steps in a row whose gradients are not finite (each is skipped) stop the run"
     )
-    compile: bool = key(True, "torch.compile each drafter layer (needs a GPU to pay)")
+    compile: bool = key(True, "torch.compile each drafter layer, and on a GPU the loss (needs one to pay)")
     expected_ktok_s: float | None = key(
         None, "expected speed: for dry_run hours and GPU-hours, and an alarm at less than half of it"
     )

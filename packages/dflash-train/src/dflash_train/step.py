@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dflash_data.ends import FrozenEnds
-from dflash_data.packs import HiddenPack
+from dflash_data.packs import HiddenPack, staged
 from dflash_model import Drafter, DrafterConfig, DraftInputs
 from dflash_model.attention import Mask
 from dflash_model.drafter import embed_block
 from dflash_model.mask import dense_mask, sparse_mask
-from dflash_train.loss import frozen_head_loss
+from dflash_train.loss import frozen_head_choices, frozen_head_loss
 
 
 def draft_inputs(
@@ -112,6 +112,7 @@ class DraftStep:
         dtype: compute type.
         chunk_rows: slots whose logits exist at once.
         sparse: masks for flex_attention, for GPUs and rows of one length; dense ones otherwise.
+        compiled: whether the loss between the head's two matrix products is compiled.
     """
 
     drafter: Drafter
@@ -119,6 +120,7 @@ class DraftStep:
     dtype: torch.dtype
     chunk_rows: int
     sparse: bool
+    compiled: bool = False
 
     def loss(self, pack: HiddenPack, tally: Tally) -> tuple[Tensor, Tensor]:
         """Sum of weighted losses (to be backpropagated) and sum of weights, both on the device.
@@ -127,11 +129,14 @@ class DraftStep:
         device.
         """
         device = pack.tensors["anchor_A"].device
-        rows_R = pack.host["weight_AK"].flatten().nonzero()[:, 0].to(device, non_blocking=True)
+        rows_R = staged(pack.host["weight_AK"].flatten().nonzero()[:, 0], device)
         weight_AK, label_AK = pack.tensors["weight_AK"], pack.tensors["label_AK"]
-        hidden_QD = self._forward(pack.tensors)
+        hidden_QD, config = self._forward(pack.tensors), self.drafter.config
         label_R = label_AK.flatten()[rows_R].long()
-        loss_sum, choice_R = self._head_loss(hidden_QD[rows_R], label_R, weight_AK.flatten()[rows_R])
+        loss_sum, choice_R = frozen_head_loss(
+            hidden_QD[rows_R], self.ends.head_VD, label_R, weight_AK.flatten()[rows_R], self.chunk_rows,
+            multiplier=config.output_multiplier, softcap=config.final_logit_softcapping, compiled=self.compiled,
+        )  # fmt: skip
         right_AK = torch.zeros_like(label_AK, dtype=torch.bool)
         right_AK.view(-1)[rows_R] = choice_R == label_R
         weight_sum = weight_AK.sum()
@@ -141,17 +146,7 @@ class DraftStep:
     @torch.no_grad()
     def choices(self, tensors: dict[str, Tensor], rows_R: Tensor) -> Tensor:
         """Argmax tokens of the chosen slots, no loss: for evaluation."""
-        hidden_QD = self._forward(tensors)
-        label_R = torch.zeros_like(rows_R)
-        weight_R = torch.zeros(len(rows_R), device=rows_R.device)
-        return self._head_loss(hidden_QD[rows_R], label_R, weight_R)[1]
+        return frozen_head_choices(self._forward(tensors)[rows_R], self.ends.head_VD, self.chunk_rows)
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
         return self.drafter(draft_inputs(tensors, self.ends, self.drafter.config, self.dtype, sparse=self.sparse))[0]
-
-    def _head_loss(self, hidden_RD: Tensor, label_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.drafter.config
-        return frozen_head_loss(
-            hidden_RD, self.ends.head_VD, label_R, weight_R, self.chunk_rows,
-            multiplier=config.output_multiplier, softcap=config.final_logit_softcapping,
-        )  # fmt: skip

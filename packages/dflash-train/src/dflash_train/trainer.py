@@ -122,6 +122,7 @@ class Trainer:
         self.draft = DraftStep(
             self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows,
             sparse=meshes.device.type == "cuda",
+            compiled=job.config.trainer.compile and meshes.device.type == "cuda",
         )  # fmt: skip
         self.own_rank = job.split.drafter_rank(meshes.rank) or 0
         self.tally = Tally(job.drafter.block_size, meshes.device)
