@@ -1,6 +1,8 @@
 """Causes of slowness planted in real jobs (2 target and 2 drafter ranks): the log names each of them."""
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from dflash_data.packs import Collator
 from dflash_data.target import ShardedTarget
 from dflash_model import Drafter
+from dflash_train import watch
 from dflash_train.channel import SendingChannel
 from dflash_train.checkpoint import Checkpointer
 from dflash_train.cli import parse
@@ -63,9 +66,9 @@ def recompiling(rank: int) -> None:
     torch._dynamo.config.recompile_limit = 1000
     compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
 
-    def loss(self: DraftStep, pack: Any, tally: Any) -> Any:
+    def loss(*args: Any) -> Any:
         compiled(torch.ones(next(calls)))
-        return plain(self, pack, tally)
+        return plain(*args)
 
     if rank in DRAFTERS:
         DraftStep.loss = loss  # type: ignore[method-assign] - in a forked process
@@ -122,6 +125,41 @@ def test_the_story_this_project_comes_from(tmp_path: Path) -> None:
     assert last["bound"] == "target-bound"
     assert "target-bound: drafter ranks wait" in log
     assert last["drafter_packs_s"] > last["target_packs_s"]
+
+
+def test_a_frozen_rank_is_named_while_the_others_wait(tmp_path: Path) -> None:
+    """Long before the channel's timeout; woken up again, the job goes on to its end."""
+    folder, calls, found = tmp_path / "job", iter(range(1000)), []
+
+    def plant(rank: int) -> None:
+        plain = DraftStep.loss
+        watch.STALL_SECONDS = 1.0
+
+        def freezing(*args: Any, **options: Any) -> Any:
+            if rank == DRAFTERS[1] and next(calls) == 6:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return plain(*args, **options)
+
+        DraftStep.loss = freezing  # type: ignore[method-assign] - in a forked process
+
+    def wake() -> None:
+        for _ in range(600):
+            time.sleep(0.1)
+            log = folder / "run" / "log.txt"
+            alarm = re.search(r"ALARM: no progress .*", log.read_text()) if log.is_file() else None
+            if alarm:
+                found.append(alarm[0])
+                os.kill(int(re.findall(r"\(pid (\d+)\)", alarm[0])[0]), signal.SIGCONT)
+                return
+
+    waker = threading.Thread(target=wake)
+    waker.start()
+    rows, _ = diagnosed(folder, plant)
+    waker.join()
+    assert re.fullmatch(
+        r"ALARM: no progress for \d s, training step 7: drafter rank 3 \(pid \d+\) is stopped", found[0]
+    )
+    assert rows[-1]["step"] == SLOW["trainer.steps"]
 
 
 def test_only_the_main_thread_computes(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def log_step(log: RunLog, step: int, loss: float, packs: list[list[int]], tokens
     targets[0, 0], targets[0, 1 + STATS.index("document_tokens")] = 4, 4 * tokens_a_pack
     drafters[0, DRAFTER.index("compute")], drafters[0, DRAFTER.index("packs")] = 2.0, 4
     values = {"loss": loss, "acc": 0.5, "streak": step / 10, "lr": 0.1}
-    log.step(step, values, Accounts(Split(1, 1, False), 2, targets, drafters), memory_gib=0.0, packs=packs)
+    log.step(step, values, Accounts(Split(1, 1, False), 2, targets, drafters), parts={}, memory_gib=0.0, packs=packs)
 
 
 @pytest.fixture

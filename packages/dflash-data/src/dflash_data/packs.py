@@ -29,7 +29,7 @@ TOKEN_FIELDS = (
 )
 # What a target rank writes beside a pack: seconds of its main thread in this round (sending: in the one before), of its
 # device in the forward (0 without a GPU), collated packs that waited, tokens that are no padding.
-STATS = ("data_s", "forward_s", "agree_s", "send_s", "other_s", "device_s", "q_pre", "document_tokens")
+STATS = ("data_s", "forward_s", "agree_s", "send_s", "other_s", "device_s", "q_pre", "document_tokens", "busy")
 
 
 @dataclass

@@ -74,7 +74,7 @@ class MadePack:
         pack: the tokens.
         context_SE: tapped hidden states, on the target's device.
         stats: timings in seconds, queue depth and tokens, by the names in ``packs.STATS``; those of sending and
-            agreeing are the caller's.
+            agreeing, and how busy the device is (-1: unknown), are the caller's.
         device_span: on a GPU, events around the forward; ``forward_s`` is the time to launch it.
     """
 
@@ -115,6 +115,7 @@ class TargetHiddenStates(BaseNode[MadePack]):
         if span is not None:
             span[1].record()
         stats = dict.fromkeys(STATS, 0.0) | {
+            "busy": -1.0,
             "data_s": started - began,
             "forward_s": time.perf_counter() - started,
             "q_pre": float(depth),

@@ -9,7 +9,7 @@ Mask = BlockMask | Tensor | None
 
 # Uncompiled flex_attention materialises the scores. Inside a compiled layer this inner compile is simply inlined;
 # it matters only for a layer that runs eagerly.
-_compiled_flex_attention = torch.compile(flex_attention, dynamic=False)
+_compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask) -> Tensor:

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -32,6 +32,11 @@ class Stopwatch:
         yield
         self._spans[name].append((began, self._now()))
 
+    @property
+    def names(self) -> list[str]:
+        """What was measured, in the order of first use."""
+        return list(self._spans)
+
     def seconds(self, name: str) -> float:
         """Total of a name."""
         return sum(_between(began, ended) for began, ended in self._spans[name])
@@ -39,6 +44,11 @@ class Stopwatch:
     def since(self, name: str) -> float:
         """From the end of the last span of a name until now."""
         return _between(self._spans[name][-1][1], self._now())
+
+
+def measured(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
+    """A block's time, if there is a stopwatch."""
+    return nullcontext() if watch is None else watch.measure(name)
 
 
 def _between(began: torch.cuda.Event | float, ended: torch.cuda.Event | float) -> float:

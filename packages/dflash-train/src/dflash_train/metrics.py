@@ -45,6 +45,7 @@ LAYOUT = {
     "Time": {
         "drafter ranks": ["Multiline", [r"Time/drafter_.*"]],
         "target ranks, a pack": ["Multiline", [r"Time/target_.*"]],
+        "one step of the first drafter rank": ["Multiline", [r"Time/step_.*"]],
     },
 }
 
@@ -145,18 +146,31 @@ class RunLog:
         return rows[-1]["pooled"] if rows else None
 
     def step(
-        self, step: int, values: dict[str, float], accounts: Accounts, *, memory_gib: float, packs: list[list[int]]
-    ) -> None:
-        """Write one logged step; ``packs`` are the ranges of numbers trained on since the line before."""
+        self, step: int, values: dict[str, float], accounts: Accounts, *, parts: dict[str, float], memory_gib: float,
+        packs: list[list[int]],
+    ) -> None:  # fmt: skip
+        """Write one logged step.
+
+        Args:
+            step: its number.
+            values: of training.
+            accounts: where time went since the line before.
+            parts: seconds of this one step's parts, on the device.
+            memory_gib: most that was allocated.
+            packs: ranges of numbers trained on since the line before.
+        """
         mfu = accounts.packs_s * self.flops_per_pack / self.peak if self.peak else None
         verdict, rates = judge(accounts), accounts.rates()
         record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
-        record |= {"evidence": verdict.evidence, "mfu": mfu, "packs": packs, "seconds": accounts.seconds()}
+        record |= {"evidence": verdict.evidence, "mfu": mfu, "packs": packs}
+        record["seconds"] = accounts.seconds() | {f"step_{name}_s": seconds for name, seconds in parts.items()}
         record["document_tokens"] = accounts.tokens_per_pack * sum(last - first + 1 for first, last in packs)
         queues = {f"{name}_{rank}": depth for name in ("q_pre", "q_hs") for rank, depth in enumerate(record[name])}
-        busy = float(accounts.drafter("busy").mean())
-        system = {"memory_gib": memory_gib, "mfu": mfu, "gpu_busy": busy if busy >= 0 else None}
+        busy = {"drafter_gpu_busy": accounts.drafter("busy"), "target_gpu_busy": accounts.target("busy")}
+        known = {name: float(shares.mean()) if (shares >= 0).any() else None for name, shares in busy.items()}
+        system: dict[str, float | None] = {"memory_gib": memory_gib, "mfu": mfu, **known}
+        record["gpu_busy"] = known
         with self._never_in_the_way(METRICS):
             append(self.folder / METRICS, record)
         groups = {"Train": values, "Pipeline": rates | queues, "Time": record["seconds"], "System": system}
@@ -236,6 +250,9 @@ class RunLog:
             for row in positions:
                 if row["accepted"] is not None:
                     self.board.add_scalar(f"Acceptance/slot_{row['slot']}", row["accepted"], step)
+            self.board.add_image(
+                "Acceptance/by_slot", bars([row["accepted"] or 0.0 for row in positions]), step, dataformats="HWC"
+            )
         logger.info(
             f"held-out {name} acceptance at step {step}: {result.pooled:.3f} [{low:.3f}, {high:.3f}] pooled,"
             f" {result.mean:.3f} per prompt ({len(result.tokens)} prompts)"
@@ -251,6 +268,15 @@ class RunLog:
                 f"held-out acceptance {first['pooled']:.2f} -> {last['pooled']:.2f} [{last['low']:.2f},"
                 f" {last['high']:.2f}] ({last['prompts']} prompts)"
             )
+
+
+def bars(shares: list[float]) -> NDArray[np.uint8]:
+    """A picture ``[120, 24 n, 3]`` with a bar for each share, lines at a quarter, a half, three quarters."""
+    picture = np.full((120, 24 * len(shares), 3), 255, dtype=np.uint8)
+    picture[[30, 60, 90]] = 215
+    for index, share in enumerate(shares):
+        picture[120 - round(120 * share) :, 24 * index + 3 : 24 * index + 21] = (0, 114, 178)
+    return picture
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Situation:
         role: ``target``, ``drafter`` or, colocated, ``rank``.
         log: the run's log file, once there is one; last words go there too.
         doing: what the main thread is at.
+        since: when it began that, by the monotonic clock.
         item: the last pack it had in hand.
         peers: all ranks.
     """
@@ -49,6 +51,7 @@ class Situation:
     role: str
     log: Path | None = None
     doing: str = "starting"
+    since: float = field(default_factory=time.monotonic)
     item: WorkItem | None = None
     peers: list[Peer] = field(default_factory=list)
 
@@ -67,7 +70,7 @@ class Situation:
 
     def at(self, doing: str, item: WorkItem | None = None) -> None:
         """Note what comes now."""
-        self.doing = doing
+        self.doing, self.since = doing, time.monotonic()
         if item is not None and item.stream is not Stream.PADDING:
             self.item = item
 

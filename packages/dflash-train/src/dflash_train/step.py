@@ -14,6 +14,7 @@ from dflash_model import Drafter, DrafterConfig, DraftInputs
 from dflash_model.attention import Mask
 from dflash_model.drafter import embed_block
 from dflash_model.mask import dense_mask, sparse_mask
+from dflash_model.stopwatch import Stopwatch, measured
 from dflash_train.loss import frozen_head_choices, frozen_head_loss
 
 
@@ -122,21 +123,28 @@ class DraftStep:
     sparse: bool
     compiled: bool = False
 
-    def loss(self, pack: HiddenPack, tally: Tally) -> tuple[Tensor, Tensor]:
+    def loss(self, pack: HiddenPack, tally: Tally, parts: Stopwatch | None = None) -> tuple[Tensor, Tensor]:
         """Sum of weighted losses (to be backpropagated) and sum of weights, both on the device.
 
         The supervised slots are known to the host, so only their rows go through the head and nothing waits for the
         device.
+
+        Args:
+            pack: what to train on.
+            tally: gets the step's sums.
+            parts: gets the times of ``forward`` and ``loss``.
         """
         device = pack.tensors["anchor_A"].device
         rows_R = staged(pack.host["weight_AK"].flatten().nonzero()[:, 0], device)
         weight_AK, label_AK = pack.tensors["weight_AK"], pack.tensors["label_AK"]
-        hidden_QD, config = self._forward(pack.tensors), self.drafter.config
-        label_R = label_AK.flatten()[rows_R].long()
-        loss_sum, choice_R = frozen_head_loss(
-            hidden_QD[rows_R], self.ends.head_VD, label_R, weight_AK.flatten()[rows_R], self.chunk_rows,
-            multiplier=config.output_multiplier, softcap=config.final_logit_softcapping, compiled=self.compiled,
-        )  # fmt: skip
+        config, label_R = self.drafter.config, label_AK.flatten()[rows_R].long()
+        with measured(parts, "forward"):
+            hidden_QD = self._forward(pack.tensors)
+        with measured(parts, "loss"):
+            loss_sum, choice_R = frozen_head_loss(
+                hidden_QD[rows_R], self.ends.head_VD, label_R, weight_AK.flatten()[rows_R], self.chunk_rows,
+                multiplier=config.output_multiplier, softcap=config.final_logit_softcapping, compiled=self.compiled,
+            )  # fmt: skip
         right_AK = torch.zeros_like(label_AK, dtype=torch.bool)
         right_AK.view(-1)[rows_R] = choice_R == label_R
         weight_sum = weight_AK.sum()

@@ -17,6 +17,7 @@ from dflash_data.packs import HiddenPack
 from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Segment, Stream
 from dflash_model import Drafter
+from dflash_model.stopwatch import Stopwatch, measured
 from dflash_train.acceptance import Acceptance, Rounds
 from dflash_train.channel import Receiver, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
@@ -32,7 +33,7 @@ from dflash_train.step import DraftStep, Tally
 from dflash_train.stop import Stop
 from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
 from dflash_train.verdict import DRAFTER, STAGES, Accounts
-from dflash_train.watch import CompileWatch, DeviceWatch
+from dflash_train.watch import CompileWatch, DeviceWatch, StallWatch
 
 GC_INTERVAL = 100
 EVALUATE_STOP_PACKS = 4  # held-out packs between two looks for a stop
@@ -47,7 +48,7 @@ def make_packs(
     situation: Situation, clock: StageClock,
 ) -> None:  # fmt: skip
     """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
-    settled = False
+    settled, devices = False, DeviceWatch(meshes.device)
     situation.at("making the first pack")
     clock.take()  # what came before is the start
     for made in packs:
@@ -58,6 +59,7 @@ def make_packs(
             break
         spent = clock.take()
         made.stats |= {f"{stage}_s": float(spent[stage]) for stage in ("agree", "send", OTHER)}
+        made.stats["busy"] = devices.latest
         if not settled and made.pack.item.index >= timeouts.settled:
             meshes.settle(timeouts.later)
             settled = True
@@ -127,6 +129,8 @@ class Trainer:
         self.own_rank = job.split.drafter_rank(meshes.rank) or 0
         self.tally = Tally(job.drafter.block_size, meshes.device)
         self.interval = Interval.empty(job.split.num_targets)
+        self.parts: Stopwatch | None = None
+        self.stalls: StallWatch | None = None
         self.grad_norm, self.lr = torch.zeros((), device=meshes.device), 0.0
         position = course.position
         self.finite = FiniteWatch(job.config.trainer.max_skipped_steps, position.skipped, position.skipped_in_a_row)
@@ -157,19 +161,24 @@ class Trainer:
             if stopped:
                 break
         self._finish_save(wait=True)
+        if self.stalls is not None:
+            self.stalls.close()
         if self.stop.agreed_step is None:
             self.receiver.close()
 
     def _train(self, segment: Segment, collector: GarbageCollection) -> None:
         """One step and what belongs to it: its log line, the news of saving, the watch over gradients."""
         self.situation.at(f"training step {segment.step}")
+        logs = self._is_due(segment.step, self.job.config.log.interval) or segment.step == 1
         with self._traced(segment.step):
-            self.train_step(range(segment.first_number, segment.first_number + segment.count))
+            self.train_step(range(segment.first_number, segment.first_number + segment.count), logs=logs)
         collector.run(segment.step)
         if segment.step == self.course.position.step + 1:
             self.meshes.settle(self.job.config.channel.timeout_seconds)
             self.compiling.settle()
-        if self._is_due(segment.step, self.job.config.log.interval) or segment.step == 1:
+            if self.log is not None:
+                self.stalls = StallWatch(self.situation, lambda alarm: logger.warning(f"ALARM: {alarm}"))
+        if logs:
             with self.clock.stage("log"):
                 self._write_log(segment.step)
         self._finish_save(wait=False)
@@ -193,13 +202,15 @@ class Trainer:
         trace.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
         logger.info(f"traced step {step}: {folder / f'step-{step}.json.gz'}, for ui.perfetto.dev")
 
-    def train_step(self, numbers: range) -> None:
+    def train_step(self, numbers: range, *, logs: bool) -> None:
         """One optimizer step over this rank's share of the packs with these numbers.
 
         The numerators of the loss are backpropagated; gradients, averaged over ranks by FSDP, are scaled once by
         ``D / sum of weights`` over all ranks and micro-steps, so a token's weight does not depend on where it landed.
+        The parts of a step that logs are timed.
         """
         weight_total = torch.zeros((), device=self.meshes.device)
+        parts = self.parts = Stopwatch(self.meshes.device) if logs else None
         for micro in range(self.job.micro_steps):
             pack = self._receive()
             last = micro == self.job.micro_steps - 1
@@ -207,16 +218,18 @@ class Trainer:
             self.drafter.set_requires_gradient_sync(last)
             self.drafter.set_reshard_after_backward(last)
             with self.clock.stage("compute"):
-                loss_sum, weight_sum = self.draft.loss(pack, self.tally)
-                loss_sum.backward()
+                loss_sum, weight_sum = self.draft.loss(pack, self.tally, parts)
+                with measured(parts, "backward"):
+                    loss_sum.backward()
                 weight_total += weight_sum
         with self.clock.stage("compute"):
             dist.all_reduce(weight_total, group=self.group)
-            self.grad_norm, self.lr = apply_gradients(
-                self.drafter, self.optimizers, self.lr_schedule,
-                scale=self.job.split.num_drafters / weight_total.clamp_min(1e-6),
-                max_norm=self.job.config.optimizer.max_grad_norm,
-            )  # fmt: skip
+            with measured(parts, "optimizer"):
+                self.grad_norm, self.lr = apply_gradients(
+                    self.drafter, self.optimizers, self.lr_schedule,
+                    scale=self.job.split.num_drafters / weight_total.clamp_min(1e-6),
+                    max_norm=self.job.config.optimizer.max_grad_norm,
+                )  # fmt: skip
             finite = torch.isfinite(self.grad_norm)
             self.tally.commit(finite)
         with self.clock.stage("device"):  # the flag of the step before: the device is still at it, or was too fast
@@ -331,7 +344,9 @@ class Trainer:
             accounts = Accounts(split, self.job.config.trainer.packs_per_step, targets, drafters, device.type == "cuda")
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             packs = as_ranges(number for part in numbers for number in part)
-            self.log.step(step, values, accounts, memory_gib=memory, packs=packs)
+            assert self.parts is not None
+            parts = {name: self.parts.seconds(name) for name in self.parts.names}
+            self.log.step(step, values, accounts, parts=parts, memory_gib=memory, packs=packs)
         self.tally = Tally(self.job.drafter.block_size, device)
         self.interval = Interval.empty(split.num_targets)
 

@@ -11,7 +11,10 @@ import torch._dynamo.config
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
 
+from dflash_train.situation import Situation
+
 SAMPLE_SECONDS = 0.5
+STALL_SECONDS = 30.0
 LASTING = 3  # intervals below half of the best speed
 WARM_UP = 2  # intervals that set no best
 
@@ -102,6 +105,7 @@ class DeviceWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._samples: list[float] = []
+        self.latest = -1.0  # share at the last sample
         if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
             threading.Thread(target=self._sample, args=(device,), name="device-watch", daemon=True).start()
 
@@ -112,8 +116,43 @@ class DeviceWatch:
 
     def _sample(self, device: torch.device) -> None:
         while True:
-            self._samples.append(float(torch.cuda.utilization(device)))
+            percent = float(torch.cuda.utilization(device))
+            self._samples.append(percent)
+            self.latest = percent / 100
             time.sleep(SAMPLE_SECONDS)
+
+
+class StallWatch:
+    """Says what a rank is at when it has not moved on for long, and which ranks here are gone or stopped.
+
+    The main thread then waits in a collective or for a pack and can say nothing; the channel's timeout, which ends the
+    job, is much longer.
+
+    Args:
+        situation: of this rank.
+        report: takes the alarm, once a standstill.
+    """
+
+    def __init__(self, situation: Situation, report: Callable[[str], None]) -> None:
+        self._situation, self._report, self._closed = situation, report, threading.Event()
+        threading.Thread(target=self._watch, name="stall-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        began, longest, told = self._situation.since, 0.0, False  # longest: of what came to an end
+        while not self._closed.wait(STALL_SECONDS / 10):
+            since, doing = self._situation.since, self._situation.doing
+            if since != began:
+                longest = longest if told else max(longest, since - began)
+                began, told = since, False
+            age = time.monotonic() - since
+            if age > max(STALL_SECONDS, 3 * longest) and not told:
+                told = True
+                missing = "; ".join(self._situation.missing()) or "no rank on this host is gone or stopped"
+                self._report(f"no progress for {age:.0f} s, {doing}: {missing}")
 
 
 class SpeedWatch:
