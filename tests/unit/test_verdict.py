@@ -22,7 +22,7 @@ def accounts(targets: dict[str, object], drafters: dict[str, object], *, gpu: bo
     """20 packs of each target rank; values for all ranks or one by one; drafter seconds of a 10 s interval."""
     table = np.zeros((5, 1 + len(STATS)))
     table[:, 0] = 20
-    for name, value in ({"document_tokens": 1000} | targets).items():
+    for name, value in ({"document_tokens": 1000, "busy": -1.0} | targets).items():
         table[:, 1 + STATS.index(name)] = 20 * np.asarray(value)
     other = np.zeros((3, len(DRAFTER)))
     for name, value in ({"packs": 100 / 3, "busy": -1.0} | drafters).items():
@@ -33,6 +33,7 @@ def accounts(targets: dict[str, object], drafters: dict[str, object], *, gpu: bo
 BUSY = {"compute": 9.5, "receive": 0.5, "wait": 0.2}
 UNKNOWN = {"busy": -1.0}
 STARVED = {"compute": 2.0, "receive": 8.0, "wait": 8.0, "busy": 0.03}
+LAUNCHED = {"forward_s": 0.5, "device_s": 0.51}
 QUICK = {"forward_s": 0.1, "data_s": 0.01}
 
 
@@ -46,7 +47,9 @@ QUICK = {"forward_s": 0.1, "data_s": 0.01}
         (QUICK | {"send_s": 0.5}, STARVED | UNKNOWN, "channel-bound", "handing packs over that the drafters wait"),
         (QUICK | {"other_s": 0.5}, STARVED | UNKNOWN, "host-bound", "outside of data, forward and sending"),
         ({"forward_s": 0.02, "device_s": 0.5, "send_s": 0.5}, STARVED | UNKNOWN, "target-bound", "0.5 s a pack in"),
-        ({"forward_s": 0.5, "device_s": 0.51}, STARVED | UNKNOWN, "host-bound", "launching the forward"),
+        (LAUNCHED, STARVED | UNKNOWN, "host-bound", "launching the forward"),
+        (LAUNCHED | {"busy": 0.6}, STARVED | UNKNOWN, "host-bound", r"as their GPUs take for it \(60% busy\)"),
+        (LAUNCHED | {"busy": 0.97}, STARVED | UNKNOWN, "target-bound", "in the target's forward"),
         (QUICK, BUSY | {"compile": 4.0}, "compiling", "4.0 s of 10.0 s"),
         (QUICK, BUSY | {"save": 5.0}, "checkpoint", "5.0 s of 15.0 s"),
         (QUICK, BUSY | {"other": 6.0}, "host-bound", "drafter rank 5 spends 38% of its time outside"),
@@ -76,6 +79,8 @@ def test_what_another_split_would_give() -> None:
 def test_launching_as_long_as_the_device_takes_is_the_hosts_fault() -> None:
     assert judge(accounts(QUICK, BUSY | {"device": 0.1}, gpu=True)).name == "host-bound"
     assert judge(accounts(QUICK, BUSY | {"device": 5.0}, gpu=True)).name == "drafter-bound"
+    assert judge(accounts(QUICK, BUSY | {"device": 0.1, "busy": 0.7}, gpu=True)).evidence.endswith("(70% busy)")
+    assert judge(accounts(QUICK, BUSY | {"device": 0.1, "busy": 0.97}, gpu=True)).name == "drafter-bound"
 
 
 def test_stages_add_up_to_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:

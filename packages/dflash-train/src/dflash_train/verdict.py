@@ -21,7 +21,7 @@ DRAFTER = (
 STAGES = DRAFTER[:8]  # exclusive: they add up to wall time
 WAITS, LARGE, SKEW = 0.1, 0.25, 0.2  # shares of time: drafters wait, a stage is a burden, ranks differ
 LAUNCHES = 0.05  # less of its time than this waits a host for its GPU: the GPU waits for it
-IDLE_GPU = 0.1  # share of time with a kernel running
+IDLE_GPU, BUSY_GPU = 0.1, 0.9  # shares of time with a kernel running: starved; not held up by its host
 WORTH = 1.1  # gain for which another split is proposed
 
 
@@ -192,9 +192,10 @@ def _slow_drafters(seen: Accounts) -> Verdict:
         return Verdict("host-bound", f"{name} spends {share:.0%} of its time outside of packs and steps", HOST_ADVICE)
     if slow is not None:
         return Verdict("drafter-bound", f"{name} is slower than the others, which wait for it", "look at its device")
-    if seen.on_gpu and float(seen.drafter("device").mean()) < LAUNCHES * seen.wall_s:
-        told = "drafter ranks launch steps as long as their GPUs take for them"
-        return Verdict("host-bound", told, "trainer.compile=true, more data.anchors_per_pack, longer data.seq_len")
+    launching = seen.on_gpu and float(seen.drafter("device").mean()) < LAUNCHES * seen.wall_s
+    if launching and seen.drafter("busy").mean() < BUSY_GPU:
+        told = "drafter ranks launch steps as long as their GPUs take for them" + _share(seen.drafter("busy"))
+        return Verdict("host-bound", told, LAUNCH_ADVICE)
     each = seen.split.num_drafters / max(seen.drafter_packs_s, 1e-9)
     target = seen.split.num_targets / max(seen.target_packs_s, 1e-9)
     return Verdict(
@@ -228,12 +229,22 @@ def _slow_targets(seen: Accounts) -> Verdict:
         return Verdict("host-bound", f"{told}outside of data, forward and sending (q_pre {q_pre})", HOST_ADVICE)
     if kind == "send":
         return Verdict("channel-bound", f"{told}handing packs over that the drafters wait for", CHANNEL_ADVICE)
-    if seen.target("device_s").any() and behind.mean() < WAITS * launched and means["send"] < WAITS * launched:
-        told += "launching the forward, as long as their GPUs take for it"
-        return Verdict("host-bound", told, "longer rows (data.seq_len) mean fewer launches a token")
+    launching = seen.target("device_s").any() and behind.mean() < WAITS * launched
+    if launching and means["send"] < WAITS * launched and seen.target("busy").mean() < BUSY_GPU:
+        told += "launching the forward, as long as their GPUs take for it" + _share(seen.target("busy"))
+        return Verdict("host-bound", told, LAUNCH_ADVICE)
     return Verdict("target-bound", f"{told}in the target's forward (q_pre {q_pre})", _better(seen))
 
 
+def _share(busy: Values) -> str:
+    """How busy GPUs are, if that is known."""
+    return f" ({busy.mean():.0%} busy)" if (busy >= 0).all() else ""
+
+
+LAUNCH_ADVICE = (
+    "longer data.seq_len and more data.anchors_per_pack mean fewer launches a token; trainer.compile and target.compile"
+    " if they are off"
+)
 DATA_ADVICE = "raise data.workers"
 HOST_ADVICE = "look at that host: other processes, swapping, a debugger; fewer ranks on it"
 CHANNEL_ADVICE = "raise channel.depth; look at the link between the hosts"
