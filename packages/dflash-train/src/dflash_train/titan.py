@@ -1,7 +1,7 @@
 """Everything taken from torchtitan 0.3, in the one module that imports it.
 
-Only parts that work as a library on torch 2.11 and later, on CPU and GPU: optimizer and schedule containers, gradient
-clipping, garbage-collection control, the peak-FLOPs table.
+Only parts that work as a library on torch 2.11 and later, on CPU and GPU: optimizer and schedule containers,
+garbage-collection control, the peak-FLOPs table.
 """
 
 import logging
@@ -9,8 +9,8 @@ import logging
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
-from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.utils import GarbageCollection, get_peak_flops
 
 from dflash_train.config import OptimizerSection
@@ -64,18 +64,20 @@ def apply_gradients(
 ) -> tuple[Tensor, float]:
     """Scale the gradients, clip them, take a step of AdamW and of the schedule, and clear them.
 
-    A step whose gradient is not finite is skipped on all ranks by AdamW's own flag, which stays on the device.
+    Both factors go into AdamW's own kernel, which reads the gradients anyway: passes of their own over 1.7 B fp32
+    gradients took 8 ms of a 260 ms step on an H200. A step whose gradient is not finite is skipped on all ranks by
+    AdamW's own flag, which stays on the device.
 
     Returns:
         The gradient norm before clipping, on the device, and the learning rate of the step. The norm is not finite if
         the step was skipped; it is the same on all ranks.
     """
-    gradients = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
-    torch._foreach_mul_(gradients, scale)
-    norm = clip_grad_norm_(model.parameters(), max_norm)
+    total = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = (total.full_tensor() if isinstance(total, DTensor) else total) * scale
+    factor = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     not_finite = (~torch.isfinite(norm)).float()
     for optimizer in optimizers:
-        optimizer.grad_scale, optimizer.found_inf = None, not_finite  # the fused kernel looks for these two
+        optimizer.grad_scale, optimizer.found_inf = 1 / factor, not_finite  # the fused kernel looks for these two
     rate = float(schedule.schedulers[0].get_last_lr()[0])
     optimizers.step()
     schedule.step()
