@@ -1,4 +1,4 @@
-"""Time a part: python tools/bench.py step|decode|checkpoint|data|watch key=value… (step --help lists the keys)
+"""Time a part: python tools/bench.py step|target|decode|checkpoint|data|watch key=value… (step --help lists the keys)
 
 Prints medians and spread; the last line is one JSON object.
 """
@@ -9,13 +9,14 @@ from bench_checkpoint import bench_checkpoint
 from bench_data import bench_data
 from bench_decode import bench_decode
 from bench_step import bench_step
+from bench_target import bench_target
 from bench_watch import bench_watch
 from dflash_model import UserError
 from dflash_train.cli import run_tool
 
 BENCHES = {
-    "step": bench_step, "decode": bench_decode, "checkpoint": bench_checkpoint, "data": bench_data,
-    "watch": bench_watch,
+    "step": bench_step, "target": bench_target, "decode": bench_decode, "checkpoint": bench_checkpoint,
+    "data": bench_data, "watch": bench_watch,
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from dflash_data.packs import TokenPack, staged
-from dflash_data.weights import TargetFiles, load_module
+from dflash_data.weights import TargetFiles, draw_module, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
 
@@ -186,11 +186,35 @@ class ShardedTarget:
     """The target up to its last tapped layer, sharded over a mesh; maps a token pack to context features.
 
     Every rank of the mesh must call it the same number of times: each layer gathers its weights from all of them.
+
+    Attributes:
+        device: of this rank.
+        decoder: the target's layers up to the last tapped one.
     """
 
     def __init__(
-        self, target: TargetModel, layer_ids: tuple[int, ...], *, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool
+        self,
+        target: TargetModel,
+        layer_ids: tuple[int, ...],
+        *,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        reshard: bool,
+        drawn: bool = False,
     ) -> None:
+        """Build and load.
+
+        Args:
+            target: what to load.
+            layer_ids: layers whose outputs are the context features.
+            mesh: the target ranks.
+            dtype: of weights and features.
+            reshard: free each layer's gathered weights after use.
+            drawn: random weights, drawn where they are kept, instead of the checkpoint's: to measure speed.
+
+        Raises:
+            UserError: weights are missing, or packed documents would see each other.
+        """
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -201,9 +225,12 @@ class ShardedTarget:
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(decoder, mesh=mesh, reshard_after_forward=reshard)
-        files = TargetFiles.find(target.location)
-        load_module(decoder, files.prefix, files, self.device)
-        self._decoder, self._layers = decoder, layers
+        if drawn:
+            draw_module(decoder, self.device)
+        else:
+            files = TargetFiles.find(target.location)
+            load_module(decoder, files.prefix, files, self.device)
+        self.decoder, self._layers = decoder, layers
         self._taps = HiddenTaps(layers, layer_ids)
         mixers = (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET)
         self._per_document = [_run_per_document(mixer) for mixer in mixers]
@@ -223,7 +250,7 @@ class ShardedTarget:
             mixer.lengths = lengths
         ids = staged(input_ids_S, self.device).long()[None]
         positions = staged(position_S, self.device).long()[None]
-        self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._taps.take()[0]
 
     def compile(self, seq_len: int) -> str | None:

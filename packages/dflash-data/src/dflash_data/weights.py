@@ -165,3 +165,15 @@ def load_module(module: PreTrainedModel, prefix: str, files: TargetFiles, device
     rebuild_buffers(module)
     with torch.no_grad():
         files.read_into({prefix + name: parameter.data for name, parameter in module.state_dict().items()})
+
+
+@torch.no_grad()
+def draw_module(module: PreTrainedModel, device: torch.device) -> None:
+    """Allocate ``module`` with random weights of usual size: matrices N(0, 0.02), vectors one."""
+    module.to_empty(device=device)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.fill_(1.0)
+    rebuild_buffers(module)
