@@ -32,7 +32,7 @@ class TargetSection:
         None, "architecture inline (model_type: …); checked against target.path, or given random weights without it"
     )
     dtype: str = key("bfloat16", "bfloat16 or float32: type of its weights and of the hidden states")
-    compile: bool = key(True, "torch.compile its layers (on a GPU; those with a gated delta net stay as they are)")
+    compile: bool = key(True, "torch.compile its layers (on a GPU; gated delta nets stay as they are)")
     reshard_after_forward: bool = key(
         True, "free each layer's gathered weights after use; false costs memory and saves gathers"
     )
