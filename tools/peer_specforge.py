@@ -93,6 +93,10 @@ def check_peer(job: Job) -> None:
     ends = (drafter.input_embedding_scale, drafter.output_multiplier, drafter.final_logit_softcapping)
     if ends != (1.0, 1.0, None) or drafter.is_causal is not None:
         raise UserError(f"target.path is {path}; SpecForge knows no embedding scale, logit factor or cap, no is_causal")
+    if (job.config.loss.kind, job.config.loss.weighting) != ("ce", "decay"):
+        raise UserError(
+            "loss.kind and loss.weighting must be ce and decay; only these are compared with SpecForge's step"
+        )
     if (job.run_dir / "dflash").exists():
         raise UserError(f"run.dir is {job.run_dir}; it holds a drafter already: choose another")
 

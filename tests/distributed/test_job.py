@@ -44,6 +44,17 @@ def test_every_split_is_the_same_run(tmp_path: Path) -> None:
             torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-3)  # bf16 files
 
 
+@pytest.mark.parametrize(("kind", "weighting"), [("lk", "decay"), ("ce", "dpace")])
+def test_other_losses_do_not_depend_on_the_split(kind: str, weighting: str, tmp_path: Path) -> None:
+    """The target's distribution travels with the pack; weights that depend on losses are summed over all ranks."""
+    changes = {"loss.kind": kind, "loss.weighting": weighting, "drafter.target_layer_ids": "[0,2,3]"}
+    one = run(tmp_path / "one", 1, QWEN3, **changes)
+    split = run(tmp_path / "split", 4, QWEN3, **changes, **{"mesh.target": 2, "mesh.drafter": 2})
+    for a, b in zip(one, split, strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-4)
+    assert evaluations(tmp_path / "one") == evaluations(tmp_path / "split")
+
+
 def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:
     """As if killed after step 2: same command, then as 1+1 instead of 2+1; curves have one value a step."""
     straight = run(tmp_path / "straight", 3, QWEN3_5)

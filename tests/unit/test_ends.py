@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import CohereConfig, GraniteConfig, HyperCLOVAXConfig, PhiConfig, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
@@ -11,7 +12,7 @@ from dflash_data.ends import FrozenEnds, end_rules
 from dflash_data.target import TargetModel, find_target
 from dflash_model.drafter import draft_logits, embed_block
 from dflash_model.errors import UserError
-from dflash_model.taps import decoder_of, text_config
+from dflash_model.taps import context_features, decoder_of, text_config
 from support.tiny import FAMILIES, SIZES, tiny_config, tiny_target
 
 
@@ -77,3 +78,20 @@ def test_a_model_that_does_something_else_is_refused(family: str) -> None:
     """HyperCLOVA X multiplies by what Granite divides by; Phi's head has a bias."""
     with pytest.raises(UserError, match=f"model_type is {family}; between its embedding and its logits it does more"):
         end_rules(TargetModel(OTHERS[family], None, family))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4_dense", "qwen3_5", "qwen3_5_vl"])
+@torch.no_grad()
+def test_norm_and_head_of_the_last_layer_are_the_targets_logits(family: str, tmp_path: Path) -> None:
+    """What the distribution losses teach: with the family's own kind of norm, behind its last layer."""
+    model = tiny_target(family)
+    model.save_pretrained(tmp_path)
+    target = find_target(str(tmp_path), None)
+    ends = FrozenEnds.load(target, dtype=torch.float32, device=torch.device("cpu"), norm=True)
+    rules, ids = end_rules(target), [5, 9, 100, 3, 77]
+    last = context_features(model, ids, (target.config.num_hidden_layers - 1,))
+    assert ends.norm is not None
+    logits = F.linear(ends.norm(last), ends.head_VD) * rules["output_multiplier"]
+    cap = rules["final_logit_softcapping"]
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0], rtol=1e-5, atol=1e-5)

@@ -1,69 +1,107 @@
-"""The chunked head and loss against a dense fp64 reference, values and gradients."""
+"""Losses through the head in chunks against dense fp64 references, values and gradients; their weights by hand."""
 
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from conftest import Hold
-from dflash_train.loss import compiled_chunk_loss, frozen_head_choices, frozen_head_loss
+from dflash_train.loss import compiled_rows, dpace_weights, frozen_head_choices, frozen_head_loss
+
+KINDS = ("ce", "kl", "tv", "lk")
 
 
+def dense(kind: str, logits: Tensor, teacher: Tensor, label: Tensor) -> Tensor:
+    """Every row's loss by its definition, in the type of the logits."""
+    if kind == "ce":
+        return F.cross_entropy(logits, label, reduction="none")
+    p, q = teacher.softmax(-1), logits.softmax(-1)
+    kl = (p * (p.log() - q.log())).sum(-1)
+    overlap = torch.minimum(p, q).sum(-1)
+    if kind == "lk":
+        share = torch.exp(-3 * overlap.detach())
+        return share * kl + (1 - share) * (1 - overlap)
+    return kl if kind == "kl" else 1 - overlap
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("multiplier", "softcap"), [(1.0, None), (0.4, None), (1.0, 3.0), (2.5, 4.0)])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_equals_dense(
-    chunk_rows: int, dtype: torch.dtype, tolerance: float, multiplier: float, softcap: float | None, hold: Hold
+    kind: str,
+    chunk_rows: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    multiplier: float,
+    softcap: float | None,
+    hold: Hold,
 ) -> None:
     """23 rows, so that chunks of 7 leave a rest; the loss itself is always fp32."""
     torch.manual_seed(0)
-    hidden, head = torch.randn(23, 16, dtype=torch.float64), torch.randn(37, 16, dtype=torch.float64)
-    hidden, head = hidden.to(dtype), head.to(dtype)
+    hidden, state = torch.randn(2, 23, 16, dtype=torch.float64).to(dtype)
+    head = torch.randn(37, 16, dtype=torch.float64).to(dtype)
     label, weight = torch.randint(0, 37, (23,)), torch.rand(23)
     weight[5] = 0.0
     reference = hidden.to(torch.float64, copy=True).requires_grad_()
-    logits = reference @ head.double().T * multiplier
+    logits, teacher = (x @ head.double().T * multiplier for x in (reference, state.double()))
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    expected = (F.cross_entropy(logits, label, reduction="none") * weight).sum()
-    expected.backward()
+        logits, teacher = (torch.tanh(x / softcap) * softcap for x in (logits, teacher))
+    expected = dense(kind, logits, teacher, label)
+    (expected * weight).sum().backward()
 
     mine = hidden.clone().requires_grad_()
-    loss, choice = frozen_head_loss(mine, head, label, weight, chunk_rows, multiplier=multiplier, softcap=softcap)
-    (3 * loss).backward()
-    name = f"{str(dtype).removeprefix('torch.')}{', capped logits' if softcap else ''}"
-    hold(f"loss, {name}", "dense in float64, relative", abs(loss.item() / expected.item() - 1), tolerance)
+    taught = label if kind == "ce" else state
+    loss, choice = frozen_head_loss(mine, head, taught, chunk_rows, kind=kind, multiplier=multiplier, softcap=softcap)
+    (3 * weight * loss).sum().backward()
+    name = f"{kind}, {str(dtype).removeprefix('torch.')}{', capped logits' if softcap else ''}"
+    worst = (loss.double() - expected).detach().norm() / expected.detach().norm()
+    hold(f"loss {name}", "dense in float64, relative", float(worst), tolerance)
     assert reference.grad is not None
     assert mine.grad is not None
     error = (mine.grad.double() / 3 - reference.grad).norm() / reference.grad.norm()
-    hold(f"loss gradient, {name}", "dense in float64, relative", float(error), tolerance)
+    hold(f"loss gradient {name}", "dense in float64, relative", float(error), tolerance)
     assert mine.grad[5].abs().max() == 0
     if dtype is not torch.bfloat16:
         assert torch.equal(choice, logits.argmax(-1))
 
 
-def test_compiled_for_any_number_of_rows() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_for_any_number_of_rows(kind: str) -> None:
     """Traced by Dynamo and run by its eager backend: one graph for chunks of every size."""
     torch.manual_seed(0)
     head = torch.randn(37, 16)
-    compiled_chunk_loss.cache_clear()
+    compiled_rows.cache_clear()
     counter = CompileCounter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=counter))
         for rows in (23, 9, 64, 30):
-            hidden, label = torch.randn(rows, 16, requires_grad=True), torch.randint(0, 37, (rows,))
-            arguments = (hidden, head, label, torch.rand(rows), 8)
+            hidden = torch.randn(rows, 16, requires_grad=True)
+            taught = torch.randint(0, 37, (rows,)) if kind == "ce" else torch.randn(rows, 16)
             results = []
             for compiled in (False, True):
-                loss, choice = frozen_head_loss(*arguments, softcap=3.0, compiled=compiled)
-                (grad,) = torch.autograd.grad(loss, hidden)
-                results.append((loss, choice, grad))
+                loss, choice = frozen_head_loss(hidden, head, taught, 8, kind=kind, softcap=3.0, compiled=compiled)
+                results.append((loss, choice, *torch.autograd.grad(loss.sum(), hidden)))
             for plain, fused in zip(*results, strict=True):
                 torch.testing.assert_close(fused, plain)
-    compiled_chunk_loss.cache_clear()
+    compiled_rows.cache_clear()
     assert counter.frame_count == 1
+
+
+def test_dpace_weights_by_hand() -> None:
+    """Two blocks of four slots, alpha a half; in the second, slot 2 is not taught (and slot 0 never is)."""
+    q = torch.tensor([0.8, 0.5, 0.2, 0.6, 0.4])
+    row = torch.tensor([1, 2, 3, 5, 7])
+    s = [0.9, 0.75, 0.6, 0.8, 0.7]
+    first = [s[0], s[0] * s[1], s[0] * s[1] * s[2]]
+    second = [s[3], s[3] * s[4]]
+    expected = [sum(first), sum(first[1:]), first[2], sum(second), second[1]]
+    weights = dpace_weights(-q.log(), row, 2, 4, alpha=0.5)
+    assert weights.tolist() == pytest.approx(expected)
+    assert dpace_weights(-q.log(), row, 2, 4, alpha=1.0).tolist() == [3, 2, 1, 2, 1]
 
 
 def test_choices_are_the_argmax_of_the_logits() -> None:
@@ -74,8 +112,8 @@ def test_choices_are_the_argmax_of_the_logits() -> None:
 
 def test_no_rows_is_zero_and_keeps_the_graph() -> None:
     hidden = torch.randn(0, 16, requires_grad=True)
-    loss, choice = frozen_head_loss(hidden, torch.randn(37, 16), torch.zeros(0).long(), torch.zeros(0), 8)
-    loss.backward()
-    assert loss.item() == 0
+    loss, choice = frozen_head_loss(hidden, torch.randn(37, 16), torch.zeros(0).long(), 8)
+    loss.sum().backward()
+    assert loss.sum().item() == 0
     assert choice.shape == (0,)
     assert hidden.grad is not None

@@ -25,9 +25,9 @@ HALF = 30  # steps after which some proposals are right and some are not
 
 @pytest.mark.parametrize("layers", LAYOUTS)
 def test_a_drafter_that_knows_the_text_is_accepted(layers: tuple[str, ...]) -> None:
-    """Training accuracy above 0.98 must show as nearly whole blocks; a shift by one would leave 1.0."""
+    """Training accuracy above 0.97 must show as nearly whole blocks; a shift by one would leave 1.0."""
     target, drafter, accuracy = overfitted("qwen3", layers, steps=100)
-    assert accuracy > 0.98
+    assert accuracy > 0.97
     drafts = [generate(drafter, target, prompt, max_new_tokens=TEXT) for prompt in PROMPTS]
     tokens, rounds = sum(sum(out.committed) for out in drafts), sum(len(out.committed) for out in drafts)
     assert tokens / rounds >= 0.8 * drafter.config.block_size

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from dflash_data.target import TargetModel
 from dflash_data.weights import TargetFiles, rebuild_buffers
 from dflash_model.errors import UserError
+from dflash_model.taps import decoder_of
 
 PROBE = 8  # tokens that the rules between embedding and logits are tried with
 
@@ -30,17 +31,19 @@ class FrozenEnds:
     Attributes:
         embedding_VD: rows as stored; a scale is the drafter configuration's ``input_embedding_scale``.
         head_VD: the output matrix; the embedding's own tensor where the two are tied.
+        norm: the target's norm before its head, where its distribution is taught.
     """
 
     embedding_VD: Tensor
     head_VD: Tensor
+    norm: nn.Module | None = None
 
     @classmethod
-    def load(cls, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> "FrozenEnds":
-        """Read both from the target's files.
+    def load(cls, target: TargetModel, *, dtype: torch.dtype, device: torch.device, norm: bool = False) -> "FrozenEnds":
+        """Read them from the target's files.
 
         Raises:
-            UserError: there is no head and the configuration does not tie it to the embedding.
+            UserError: there is no head and the configuration does not tie it to the embedding, or no final norm.
         """
         files = TargetFiles.find(target.location)
         shape = (target.config.vocab_size, target.config.hidden_size)
@@ -54,10 +57,23 @@ class FrozenEnds:
         embedding_VD = torch.empty(shape, dtype=dtype, device=device)
         files.read_into({f"{files.prefix}embed_tokens.weight": embedding_VD})
         if head_name is None:
-            return cls(embedding_VD, embedding_VD)
+            return cls(embedding_VD, embedding_VD, _final_norm(target, files, dtype, device) if norm else None)
         head_VD = torch.empty(shape, dtype=dtype, device=device)
         files.read_into({head_name: head_VD})
-        return cls(embedding_VD, head_VD)
+        return cls(embedding_VD, head_VD, _final_norm(target, files, dtype, device) if norm else None)
+
+
+def _final_norm(target: TargetModel, files: TargetFiles, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The target's own module, whatever kind of norm it is."""
+    norm = dict(decoder_of(target.build_meta(dtype)).named_children()).get("norm")
+    if norm is None or not dict(norm.named_parameters()):
+        raise UserError(
+            f"the target's model_type is {target.config.model_type}; its decoder has no final norm, so its distribution"
+            " cannot be taught: use loss.kind=ce"
+        )
+    norm = norm.to_empty(device=device)
+    files.read_into({f"{files.prefix}norm.{name}": parameter.data for name, parameter in norm.named_parameters()})
+    return norm.requires_grad_(False)
 
 
 def end_rules(target: TargetModel) -> dict[str, Any]:

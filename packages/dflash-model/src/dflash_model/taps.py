@@ -40,7 +40,7 @@ class HiddenTaps:
     def __init__(self, layers: nn.ModuleList, layer_ids: tuple[int, ...]) -> None:
         self._layer_ids = layer_ids
         self._outputs: dict[int, Tensor] = {}
-        self._handles = [layers[index].register_forward_hook(self._keep(index)) for index in layer_ids]
+        self._handles = [layers[index].register_forward_hook(self._keep(index)) for index in sorted(set(layer_ids))]
 
     def _keep(self, index: int):  # noqa: ANN202 - the hook's type is torch's business
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -50,8 +50,8 @@ class HiddenTaps:
 
     def take(self) -> Tensor:
         """Concatenate the taps of the last forward in list order, ``[B, S, E]``, and forget them."""
-        states = torch.cat([self._outputs.pop(index) for index in self._layer_ids], dim=-1)
-        assert not self._outputs
+        states = torch.cat([self._outputs[index] for index in self._layer_ids], dim=-1)  # one may be named twice
+        self._outputs.clear()
         return states
 
     def remove(self) -> None:

@@ -131,9 +131,16 @@ class OptimizerSection:
 
 @dataclass
 class LossSection:
-    """Weighted cross-entropy through the frozen head."""
+    """What a slot is taught through the frozen head, and how much it counts."""
 
+    kind: str = key(
+        "ce",
+        "ce: the text's token; kl, tv or lk: the target's distribution (lk goes from kl to tv as they come to overlap),"
+        " for which the target runs to its last layer and one more hidden state travels",
+    )
+    weighting: str = key("decay", "of slots: decay, by gamma; dpace, by how likely the slots before are accepted (ce)")
     gamma: float | None = key(None, "decay length of the slot weights; default: 7 at block 16, 5 at 10, 4 at 8")
+    dpace_alpha: float = key(0.5, "dpace: at 0 the drafter's own probabilities alone, at 1 none of them")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
 
 

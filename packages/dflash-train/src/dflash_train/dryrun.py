@@ -74,7 +74,8 @@ def drafter_share(job: Job, num_parameters: int) -> Share:
     kept = slots * drafter.num_layers * (KEPT_WIDTHS * drafter.hidden_size + KEPT_MLP * drafter.intermediate_size)
     keys = (config.data.seq_len + slots) * drafter.num_layers * 4 * drafter.num_kv_heads * drafter.head_dim
     ends = (1 if job.target.config.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
-    logits = min(config.loss.chunk_rows, slots) * drafter.vocab_size * (size + 4)
+    held = 2 * size if config.loss.kind == "ce" else 3 * size  # logits, their gradient, the target's logits
+    logits = min(config.loss.chunk_rows, slots) * drafter.vocab_size * held
     message = job.layout().num_bytes
     device = {
         "masters and moments": num_parameters * 4 * 3 / ranks,
@@ -97,7 +98,7 @@ def report(job: Job) -> str:
     config, split = job.config, job.split
     model = job.target.build_meta(DTYPES[config.target.dtype])
     total = count(model)
-    built = job.target.build_meta(DTYPES[config.target.dtype], max(job.drafter.target_layer_ids) + 1)
+    built = job.target.build_meta(DTYPES[config.target.dtype], max(job.tap_ids) + 1)
     with torch.device("meta"):
         drafter = count(Drafter(job.drafter))
     shares = [("target", target_share(job, built)), ("drafter", drafter_share(job, drafter))]
@@ -105,7 +106,7 @@ def report(job: Job) -> str:
     lines = [
         f"ranks        {split.world_size}: {split.describe()}",
         f"target       {big(total)} parameters, {layers} layers; built up to tap"
-        f" {max(job.drafter.target_layer_ids)}: {big(count(decoder_of(built)))} (head included: no)",
+        f" {max(job.tap_ids)}: {big(count(decoder_of(built)))} (head included: no)",
         f"drafter      {big(drafter)} parameters, {job.drafter.num_layers} layers, block"
         f" {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
         f"             layers {', '.join(job.drafter.layer_types)}"

@@ -17,6 +17,7 @@ from dflash_model.mask import TILE
 from dflash_train.checkpoint import Position
 from dflash_train.config import RunConfig
 from dflash_train.drafter_config import drafter_config
+from dflash_train.loss import ROW_LOSSES
 from dflash_train.mesh import Split, make_split
 from dflash_train.start import BorrowedLayers
 
@@ -65,6 +66,12 @@ class Job:
         """Packs each drafter rank accumulates per step."""
         return self.config.trainer.packs_per_step // self.split.num_drafters
 
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        """Target layers whose outputs travel: the drafter's, and the last one if its distribution is taught."""
+        last = (self.drafter.num_target_layers - 1,) if self.config.loss.kind != "ce" else ()
+        return self.drafter.target_layer_ids + last
+
     def layout(self) -> PackLayout:
         """How packs travel."""
         data = self.config.data
@@ -72,7 +79,7 @@ class Job:
             data.seq_len,
             data.anchors_per_pack,
             self.drafter.block_size,
-            self.drafter.context_size,
+            len(self.tap_ids) * self.drafter.hidden_size,
             DTYPES[self.config.target.dtype],
         )
 
@@ -129,7 +136,7 @@ class Job:
             "target.dtype": config.target.dtype,
             "trainer.dtype": config.trainer.dtype,
             "evaluate.packs": config.evaluate.packs,
-            "loss.gamma": config.loss.gamma,
+            **{f"loss.{name}": value for name, value in asdict(config.loss).items() if name != "chunk_rows"},
             **{f"optimizer.{name}": value for name, value in asdict(config.optimizer).items()},
             "drafter": to_published(self.drafter),
         }
@@ -226,6 +233,15 @@ def _check_numbers(config: RunConfig) -> None:
 def _check_choices(config: RunConfig) -> None:
     for name, value in (("target.dtype", config.target.dtype), ("trainer.dtype", config.trainer.dtype)):
         dtype_of(name, value)
+    loss = config.loss
+    if loss.kind not in ROW_LOSSES:
+        raise UserError(f"loss.kind is {loss.kind!r}; it takes {', '.join(ROW_LOSSES)}")
+    if loss.weighting not in ("decay", "dpace"):
+        raise UserError(f"loss.weighting is {loss.weighting!r}; it takes decay or dpace")
+    if loss.weighting == "dpace" and loss.kind != "ce":
+        raise UserError(f"loss.weighting is dpace and loss.kind {loss.kind}; dpace is only defined for ce")
+    if not 0 <= loss.dpace_alpha <= 1:
+        raise UserError(f"loss.dpace_alpha is {loss.dpace_alpha}; it takes 0 to 1")
     if config.mesh.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"mesh.device is {config.mesh.device!r}; it takes auto, cpu or cuda")
 

@@ -1,15 +1,17 @@
-"""Weighted cross-entropy through the target's frozen head, without ever holding all logits.
+"""Losses through the target's frozen head, without ever holding all logits.
 
-Rows (slots that are supervised) go through the head a chunk at a time. The gradient with respect to the hidden states
-is computed in the same pass, while the chunk's logits exist: nothing is recomputed, the frozen head gets no gradient,
-and memory holds one chunk of logits whatever the block size.
+Rows (slots that are supervised) go through the head a chunk at a time. Each row's loss and its gradient with respect to
+the hidden state are computed in the same pass, while the chunk's logits exist: nothing is recomputed, the frozen head
+gets no gradient, and memory holds one chunk of logits (two, if the target's are asked for) whatever the block size.
+Rows are weighted afterwards, so weights may depend on the losses themselves.
 
-Legend: R supervised slots, C those of one chunk, D drafter width, V vocabulary.
-Source: DFlash paper equation 4 (weights); SpecForge and speculators materialise or recompute here.
+Legend: R supervised slots, C those of one chunk, A blocks, K block size, D drafter width, V vocabulary.
+Source: DFlash paper equation 4 (cross-entropy and decay); D-PACE, arXiv 2605.18810; the distribution losses as in
+speculators' losses/eager.py. SpecForge and speculators materialise or recompute here.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,79 +19,119 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ChunkLoss = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
+# Logits of the drafter, what is taught (labels, or logits of the target), factor and cap of the logits ->
+# losses, argmax of the rows, gradients with respect to the logits in their type.
+ChunkLoss = Callable[[Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
+LK_ETA = 3.0
 
 
-def chunk_loss(
-    logits_CV: Tensor, label_C: Tensor, weight_C: Tensor, multiplier: float, softcap: float | None
+def ce_rows(
+    logits_CV: Tensor, label_C: Tensor, multiplier: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of a chunk, argmax of its rows, and the gradient with respect to its logits, in their type.
+    """Cross-entropy with the label.
 
-    Everything between the two matrix products is in this one function: compiled, the logits are read twice and their
-    gradient is written once, and nothing of their size is kept in fp32.
+    Everything between the two matrix products is in one function, for this loss and the others: compiled, the logits
+    are read twice and their gradient is written once, and nothing of their size is kept in fp32.
     """
-    x_CV = logits_CV.float() * multiplier
-    if softcap is not None:
-        x_CV = torch.tanh(x_CV / softcap) * softcap
+    x_CV = _capped(logits_CV, multiplier, softcap)
     logsumexp_C = torch.logsumexp(x_CV, dim=-1)
-    loss = ((logsumexp_C - x_CV.gather(-1, label_C[:, None])[:, 0]) * weight_C).sum()
     at_label_CV = torch.arange(x_CV.shape[1], device=label_C.device) == label_C[:, None]
-    slope_CV = (torch.exp(x_CV - logsumexp_C[:, None]) - at_label_CV.float()) * (weight_C[:, None] * multiplier)
+    slope_CV = torch.exp(x_CV - logsumexp_C[:, None]) - at_label_CV.float()
+    loss_C = logsumexp_C - x_CV.gather(-1, label_C[:, None])[:, 0]
+    return loss_C, *_ends(logits_CV, x_CV, slope_CV, multiplier, softcap)
+
+
+def distribution_rows(
+    logits_CV: Tensor, teacher_CV: Tensor, multiplier: float, softcap: float | None, *, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How far the drafter's distribution q is from the target's p.
+
+    ``kl`` is KL(p | q); ``tv`` is 1 - sum(min(p, q)), the probability of a rejection; ``lk`` mixes them by
+    exp(-3 sum(min(p, q))): KL while they are apart, TV once they overlap.
+    """
+    x_CV = _capped(logits_CV, multiplier, softcap)
+    log_q_CV = torch.log_softmax(x_CV, dim=-1)
+    log_p_CV = torch.log_softmax(_capped(teacher_CV, multiplier, softcap), dim=-1)
+    q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
+    overlap_C = torch.minimum(p_CV, q_CV).sum(-1)
+    share_C = torch.exp(-LK_ETA * overlap_C) if kind == "lk" else torch.full_like(overlap_C, float(kind == "kl"))
+    below_CV = (q_CV <= p_CV).float()
+    below_C = (q_CV * below_CV).sum(-1)
+    loss_C = share_C * (p_CV * (log_p_CV - log_q_CV)).sum(-1) + (1 - share_C) * (1 - overlap_C)
+    slope_CV = share_C[:, None] * (q_CV - p_CV) - (1 - share_C)[:, None] * q_CV * (below_CV - below_C[:, None])
+    return loss_C, *_ends(logits_CV, x_CV, slope_CV, multiplier, softcap)
+
+
+ROW_LOSSES: dict[str, ChunkLoss] = {
+    "ce": ce_rows,
+    **{kind: partial(distribution_rows, kind=kind) for kind in ("kl", "tv", "lk")},
+}
+
+
+def _capped(logits_CV: Tensor, multiplier: float, softcap: float | None) -> Tensor:
+    x_CV = logits_CV.float() * multiplier
+    return x_CV if softcap is None else torch.tanh(x_CV / softcap) * softcap
+
+
+def _ends(
+    logits_CV: Tensor, x_CV: Tensor, slope_CV: Tensor, multiplier: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The argmax, which neither factor nor cap changes, and the slope through both."""
+    slope_CV = slope_CV * multiplier
     if softcap is not None:
         slope_CV = slope_CV * (1 - (x_CV / softcap).square())
-    return loss, logits_CV.argmax(-1), slope_CV.to(logits_CV.dtype)  # neither factor nor cap changes the order
+    return logits_CV.argmax(-1), slope_CV.to(logits_CV.dtype)
 
 
 @cache
-def compiled_chunk_loss() -> ChunkLoss:
-    """``chunk_loss`` compiled for any number of rows."""
-    compiled = torch.compile(chunk_loss, dynamic=False, fullgraph=True)
+def compiled_rows(kind: str) -> ChunkLoss:
+    """A row loss compiled for any number of rows."""
+    compiled = torch.compile(ROW_LOSSES[kind], dynamic=False, fullgraph=True)
 
-    def call(logits_CV: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401 - as chunk_loss
-        for tensor in (logits_CV, *rest[:2]):
+    def call(logits_CV: Tensor, taught: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        for tensor in (logits_CV, taught):
             torch._dynamo.mark_dynamic(tensor, 0)
-        return compiled(logits_CV, *rest)
+        return compiled(logits_CV, taught, *rest)
 
     return call
 
 
 class FrozenHeadLoss(torch.autograd.Function):
-    """``sum_r weight_r * CE(head(hidden_r), label_r)`` and each row's argmax."""
+    """Each row's loss and argmax."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's context object
         hidden_RD: Tensor,
         head_VD: Tensor,
-        label_R: Tensor,
-        weight_R: Tensor,
+        taught: Tensor,
         chunk_rows: int,
         multiplier: float,
         softcap: float | None,
         of_chunk: ChunkLoss,
     ) -> tuple[Tensor, Tensor]:
-        """Return the fp32 sum of weighted losses and the int64 argmax of every row."""
+        """Return the fp32 losses and the int64 argmax of every row."""
         grad_RD = torch.empty_like(hidden_RD)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
-        choice_R = torch.empty_like(label_R)
+        loss_R = torch.empty(len(hidden_RD), dtype=torch.float32, device=hidden_RD.device)
+        choice_R = torch.empty(len(hidden_RD), dtype=torch.long, device=hidden_RD.device)
         for rows in _chunks(len(hidden_RD), chunk_rows):
             logits_CV = F.linear(hidden_RD[rows].to(head_VD.dtype), head_VD)
-            part, choice_R[rows], slope_CV = of_chunk(logits_CV, label_R[rows], weight_R[rows], multiplier, softcap)
-            loss += part
+            goal = taught[rows] if taught.dim() == 1 else F.linear(taught[rows].to(head_VD.dtype), head_VD)
+            loss_R[rows], choice_R[rows], slope_CV = of_chunk(logits_CV, goal, multiplier, softcap)
             grad_RD[rows] = (slope_CV @ head_VD).to(grad_RD.dtype)
         ctx.save_for_backward(grad_RD)
         ctx.mark_non_differentiable(choice_R)
-        return loss, choice_R
+        return loss_R, choice_R
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any,  # noqa: ANN401 - torch's context object
-        grad_loss: Tensor,
+        grad_loss_R: Tensor,
         grad_choice: None,
     ) -> tuple[Tensor | None, ...]:
-        """Scale the stored gradient."""
+        """Scale the stored gradients."""
         (grad_RD,) = ctx.saved_tensors
-        return grad_RD * grad_loss.to(grad_RD.dtype), *(None,) * 7
+        return (grad_RD * grad_loss_R[:, None]).to(grad_RD.dtype), *(None,) * 6
 
 
 def _chunks(rows: int, chunk_rows: int) -> list[slice]:
@@ -102,36 +144,56 @@ def _chunks(rows: int, chunk_rows: int) -> list[slice]:
 def frozen_head_loss(
     hidden_RD: Tensor,
     head_VD: Tensor,
-    label_R: Tensor,
-    weight_R: Tensor,
+    taught: Tensor,
     chunk_rows: int,
     *,
+    kind: str = "ce",
     multiplier: float = 1.0,
     softcap: float | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of weighted cross-entropies, and the argmax of every row from the same logits.
+    """Every row's loss, and the argmax of every row from the same logits.
 
     Args:
         hidden_RD: drafter outputs of the supervised slots.
         head_VD: the frozen head; its type is the type of the matrix product, everything after it is fp32.
-        label_R: int64 targets.
-        weight_R: fp32 weights.
+        taught: for ``ce`` int64 labels ``[R]``; else the target's normed last hidden states ``[R, D]``.
         chunk_rows: rows whose logits exist at once.
+        kind: ``ce``, ``kl``, ``tv`` or ``lk``.
         multiplier: positive factor on the logits.
         softcap: c of ``c * tanh(logits / c)``, after the factor; None for no cap.
         compiled: fuse what lies between the matrix products.
     """
-    of_chunk = compiled_chunk_loss() if compiled else chunk_loss
-    loss, choice_R = FrozenHeadLoss.apply(  # type: ignore[misc]
-        hidden_RD, head_VD, label_R, weight_R, chunk_rows, multiplier, softcap, of_chunk
+    of_chunk = compiled_rows(kind) if compiled else ROW_LOSSES[kind]
+    loss_R, choice_R = FrozenHeadLoss.apply(  # type: ignore[misc]
+        hidden_RD, head_VD, taught, chunk_rows, multiplier, softcap, of_chunk
     )
-    return loss, choice_R
+    return loss_R, choice_R
+
+
+def dpace_weights(loss_R: Tensor, row_R: Tensor, num_blocks: int, block_size: int, alpha: float) -> Tensor:
+    """D-PACE: a slot counts as much as the prefixes that go through it are likely to be accepted.
+
+    With q the drafter's probability of the label, s = (1 - alpha) q + alpha (1 where nothing is taught) and P the
+    product of s up to a slot, a slot weighs the sum of P over itself and all taught slots behind it.
+
+    Args:
+        loss_R: cross-entropies, detached.
+        row_R: where each row lies in ``[A, K]``, flattened.
+        num_blocks: A.
+        block_size: K.
+        alpha: 0 to 1; at 1 the weights only count what follows.
+    """
+    survival_Q = torch.ones(num_blocks * block_size, device=loss_R.device)
+    survival_Q[row_R] = (1 - alpha) * torch.exp(-loss_R) + alpha
+    taught_Q = torch.zeros_like(survival_Q)
+    taught_Q[row_R] = 1.0
+    prefix_AK = survival_Q.view(num_blocks, block_size).cumprod(-1) * taught_Q.view(num_blocks, block_size)
+    return prefix_AK.flip(-1).cumsum(-1).flip(-1).flatten()[row_R]
 
 
 def frozen_head_choices(hidden_RD: Tensor, head_VD: Tensor, chunk_rows: int) -> Tensor:
     """The most likely token of every row, int64; a factor or a cap on the logits would not change it."""
-    parts = [
-        F.linear(hidden_RD[rows].to(head_VD.dtype), head_VD).argmax(-1) for rows in _chunks(len(hidden_RD), chunk_rows)
-    ]
+    chunks = (hidden_RD[rows].to(head_VD.dtype) for rows in _chunks(len(hidden_RD), chunk_rows))
+    parts = [F.linear(chunk_CD, head_VD).argmax(-1) for chunk_CD in chunks]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long, device=hidden_RD.device)

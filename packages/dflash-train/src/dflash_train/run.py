@@ -157,7 +157,7 @@ def _target_packs(
         return None
     target = ShardedTarget(
         job.target,
-        job.drafter.target_layer_ids,
+        job.tap_ids,
         mesh=meshes.target,
         dtype=DTYPES[job.config.target.dtype],
         reshard=job.config.target.reshard_after_forward,

@@ -15,7 +15,7 @@ from dflash_model.attention import Mask
 from dflash_model.drafter import embed_block
 from dflash_model.mask import dense_mask, sparse_mask
 from dflash_model.stopwatch import Stopwatch, measured
-from dflash_train.loss import frozen_head_choices, frozen_head_loss
+from dflash_train.loss import dpace_weights, frozen_head_choices, frozen_head_loss
 
 
 def draft_inputs(
@@ -47,7 +47,7 @@ def draft_inputs(
     }  # fmt: skip
     return DraftInputs(
         embedding_BQD=embed_block(config, ids_AK.view(1, -1), ends.embedding_VD).to(dtype),
-        context_BSE=tensors["context_SE"][None].to(dtype),
+        context_BSE=tensors["context_SE"][None, :, : config.context_size].to(dtype),
         context_position_BS=tensors["position_S"][None],
         block_position_BQ=position_AK.view(1, -1),
         masks=masks,
@@ -104,6 +104,19 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """``loss.*`` of the configuration.
+
+    Attributes:
+        kind: ``ce``, or a distribution loss.
+        dpace_alpha: D-PACE's, None for the pack's own weights.
+    """
+
+    kind: str = "ce"
+    dpace_alpha: float | None = None
+
+
+@dataclass(frozen=True)
 class DraftStep:
     """Forward and loss of one pack.
 
@@ -114,6 +127,7 @@ class DraftStep:
         chunk_rows: slots whose logits exist at once.
         sparse: masks for flex_attention, for GPUs and rows of one length; dense ones otherwise.
         compiled: whether the loss between the head's two matrix products is compiled.
+        objective: what is taught, and how slots are weighted.
     """
 
     drafter: Drafter
@@ -122,6 +136,7 @@ class DraftStep:
     chunk_rows: int
     sparse: bool
     compiled: bool = False
+    objective: Objective = Objective()
 
     def loss(self, pack: HiddenPack, tally: Tally, parts: Stopwatch | None = None) -> tuple[Tensor, Tensor]:
         """Sum of weighted losses (to be backpropagated) and sum of weights, both on the device.
@@ -136,20 +151,35 @@ class DraftStep:
         """
         device = pack.tensors["anchor_A"].device
         rows_R = staged(pack.host["weight_AK"].flatten().nonzero()[:, 0], device)
-        weight_AK, label_AK = pack.tensors["weight_AK"], pack.tensors["label_AK"]
-        config, label_R = self.drafter.config, label_AK.flatten()[rows_R].long()
+        weight_AK, label_AK, config = pack.tensors["weight_AK"], pack.tensors["label_AK"], self.drafter.config
+        label_R, weight_R = label_AK.flatten()[rows_R].long(), weight_AK.flatten()[rows_R]
         with measured(parts, "forward"):
             hidden_QD = self._forward(pack.tensors)
         with measured(parts, "loss"):
-            loss_sum, choice_R = frozen_head_loss(
-                hidden_QD[rows_R], self.ends.head_VD, label_R, weight_AK.flatten()[rows_R], self.chunk_rows,
+            taught = label_R if self.objective.kind == "ce" else self._teacher(pack.tensors, rows_R)
+            loss_R, choice_R = frozen_head_loss(
+                hidden_QD[rows_R], self.ends.head_VD, taught, self.chunk_rows, kind=self.objective.kind,
                 multiplier=config.output_multiplier, softcap=config.final_logit_softcapping, compiled=self.compiled,
             )  # fmt: skip
+            if self.objective.dpace_alpha is not None:
+                weight_R = dpace_weights(
+                    loss_R.detach(), rows_R, len(weight_AK), config.block_size, self.objective.dpace_alpha
+                )
+            loss_sum, weight_sum = (weight_R * loss_R).sum(), weight_R.sum()
         right_AK = torch.zeros_like(label_AK, dtype=torch.bool)
         right_AK.view(-1)[rows_R] = choice_R == label_R
-        weight_sum = weight_AK.sum()
         tally.add(loss_sum.detach(), weight_sum, right_AK, weight_AK > 0)
         return loss_sum, weight_sum
+
+    def _teacher(self, tensors: dict[str, Tensor], rows_R: Tensor) -> Tensor:
+        """The target's normed last hidden states that make the tokens of these slots, ``[R, D]``.
+
+        They travel behind the drafter's context features. Slot k of anchor a is made at position a + k - 1.
+        """
+        assert self.ends.norm is not None
+        block_size, width = self.drafter.config.block_size, self.drafter.config.context_size
+        at_R = tensors["anchor_A"].long()[rows_R // block_size] + rows_R % block_size - 1
+        return self.ends.norm(tensors["context_SE"][at_R, width:])
 
     @torch.no_grad()
     def choices(self, tensors: dict[str, Tensor], rows_R: Tensor) -> Tensor:

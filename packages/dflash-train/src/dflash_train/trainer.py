@@ -29,7 +29,7 @@ from dflash_train.metrics import Interval, RunLog, as_ranges, logger
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.situation import Situation
 from dflash_train.start import initial_tensors
-from dflash_train.step import DraftStep, Tally
+from dflash_train.step import DraftStep, Objective, Tally
 from dflash_train.stop import Stop
 from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
 from dflash_train.verdict import DRAFTER, STAGES, Accounts
@@ -120,11 +120,15 @@ class Trainer:
         self.optimizers, self.lr_schedule = build_optimizer(
             self.drafter, job.config.optimizer, job.config.trainer.steps
         )
-        ends = FrozenEnds.load(job.target, dtype=DTYPES[job.config.target.dtype], device=meshes.device)
+        loss = job.config.loss
+        ends = FrozenEnds.load(
+            job.target, dtype=DTYPES[job.config.target.dtype], device=meshes.device, norm=loss.kind != "ce"
+        )
         self.draft = DraftStep(
             self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows,
             sparse=meshes.device.type == "cuda",
             compiled=job.config.trainer.compile and meshes.device.type == "cuda",
+            objective=Objective(loss.kind, loss.dpace_alpha if loss.weighting == "dpace" else None),
         )  # fmt: skip
         self.own_rank = job.split.drafter_rank(meshes.rank) or 0
         self.tally = Tally(job.drafter.block_size, meshes.device)
