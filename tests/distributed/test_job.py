@@ -15,6 +15,7 @@ from dflash_train.cli import parse
 from dflash_train.config import RunConfig
 from dflash_train.job import check_job
 from dflash_train.run import run_job
+from dflash_train.step import add_noise
 from support.jobs import QWEN3, QWEN3_5, STEPS, evaluations, logged, run, settings
 from support.ranks import run_ranks
 
@@ -44,15 +45,32 @@ def test_every_split_is_the_same_run(tmp_path: Path) -> None:
             torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-3)  # bf16 files
 
 
-@pytest.mark.parametrize(("kind", "weighting"), [("lk", "decay"), ("ce", "dpace")])
-def test_other_losses_do_not_depend_on_the_split(kind: str, weighting: str, tmp_path: Path) -> None:
-    """The target's distribution travels with the pack; weights that depend on losses are summed over all ranks."""
+@pytest.mark.parametrize(("kind", "weighting", "noise"), [("lk", "decay", 0.3), ("ce", "dpace", 0.0)])
+def test_other_objectives_do_not_depend_on_the_split(kind: str, weighting: str, noise: float, tmp_path: Path) -> None:
+    """The target's distribution travels with the pack, weights that depend on losses are summed over all ranks.
+
+    Noise belongs to a pack, not to the rank that trains on it.
+    """
     changes = {"loss.kind": kind, "loss.weighting": weighting, "drafter.target_layer_ids": "[0,2,3]"}
+    changes |= {"trainer.context_noise": noise}
     one = run(tmp_path / "one", 1, QWEN3, **changes)
     split = run(tmp_path / "split", 4, QWEN3, **changes, **{"mesh.target": 2, "mesh.drafter": 2})
     for a, b in zip(one, split, strict=True):
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-4)
     assert evaluations(tmp_path / "one") == evaluations(tmp_path / "split")
+    if noise:
+        assert [row["context_noise"] for row in one] == pytest.approx([noise * left / 4 for left in (4, 3, 2, 1)])
+
+
+def test_noise_is_the_packs_own() -> None:
+    """As large as asked for, on the drafter's columns alone; the target's last state behind them stays."""
+    context = [torch.zeros(400, 40) for _ in range(3)]
+    for tensor, number in zip(context, (7, 7, 8), strict=True):
+        add_noise(tensor, 30, 0.3, seed=1, number=number)
+    assert context[0][:, :30].std().item() == pytest.approx(0.3, rel=0.03)
+    assert not context[0][:, 30:].any()
+    assert torch.equal(context[0], context[1])
+    assert not torch.equal(context[0], context[2])
 
 
 def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ class TrainerSection:
         12, "packs in one optimizer step over all drafter ranks; the number of drafter ranks must divide it"
     )
     dtype: str = key("bfloat16", "bfloat16 or float32: type of the drafter's compute; its weights and moments are fp32")
+    context_noise: float = key(
+        0.0, "standard deviation of noise on the target's hidden states, decaying linearly to 0 over the steps"
+    )
     max_skipped_steps: int = key(
         20, "this many steps in a row whose gradients are not finite (each is skipped) stop the run"
     )

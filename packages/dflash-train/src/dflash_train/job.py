@@ -135,6 +135,7 @@ class Job:
             "target.files": self.target.fingerprint(),
             "target.dtype": config.target.dtype,
             "trainer.dtype": config.trainer.dtype,
+            "trainer.context_noise": config.trainer.context_noise,
             "evaluate.packs": config.evaluate.packs,
             **{f"loss.{name}": value for name, value in asdict(config.loss).items() if name != "chunk_rows"},
             **{f"optimizer.{name}": value for name, value in asdict(config.optimizer).items()},
@@ -216,6 +217,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("run.seed", config.run.seed),
         ("evaluate.packs", config.evaluate.packs),
         ("checkpoint.milestone_interval", config.checkpoint.milestone_interval),
+        ("trainer.context_noise", config.trainer.context_noise),
     ):
         if value < 0:
             raise UserError(f"{name} is {value}; it must be 0 or more")

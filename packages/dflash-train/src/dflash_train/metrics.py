@@ -222,11 +222,12 @@ class RunLog:
         eta = short_time(since / done * (self.num_steps - step)) if done else "?"
         tau = f" tau {self.tau:.2f}" if self.tau is not None else ""
         use = f" mfu {mfu:.0%}" if mfu is not None else ""
+        noise = f" noise {values['context_noise']:.2g}" if "context_noise" in values else ""
         queues = f"q_pre {_ints(accounts.q_pre())} q_hs {_ints(accounts.drafter('q_hs').tolist())}"
         return (
             f"[{short_time(now - self.began)}] step {step} loss {values['loss']:.3f} acc {values['acc']:.3f}"
-            f" streak {values['streak']:.2f}{tau} lr {values['lr']:.1e} | target {accounts.target_packs_s:.2f} drafter"
-            f" {accounts.drafter_packs_s:.2f} packs/s {accounts.tokens_s / 1e3:.2f} ktok/s{use} | {queues} |"
+            f" streak {values['streak']:.2f}{tau} lr {values['lr']:.1e}{noise} | target {accounts.target_packs_s:.2f}"
+            f" drafter {accounts.drafter_packs_s:.2f} packs/s {accounts.tokens_s / 1e3:.2f} ktok/s{use} | {queues} |"
             f" {verdict.name} | epoch {step / self.epoch_steps:.2f} eta {eta}"
         )
 

@@ -54,6 +54,17 @@ def draft_inputs(
     )
 
 
+def add_noise(context_SE: Tensor, width: int, std: float, seed: int, number: int) -> None:
+    """Add normal noise to the first ``width`` columns in place.
+
+    It depends on the seed and the pack's number alone, not on the rank that the pack is trained on.
+    """
+    generator = torch.Generator(context_SE.device).manual_seed((seed << 32) + number)
+    context_SE[:, :width] += torch.empty(
+        len(context_SE), width, dtype=context_SE.dtype, device=context_SE.device
+    ).normal_(0.0, std, generator=generator)
+
+
 class Tally:
     """Sums for the metrics of one logging interval, on the device until they are read.
 

@@ -29,7 +29,7 @@ from dflash_train.metrics import Interval, RunLog, as_ranges, logger
 from dflash_train.parallelize import fill_sharded, parallelize_drafter
 from dflash_train.situation import Situation
 from dflash_train.start import initial_tensors
-from dflash_train.step import DraftStep, Objective, Tally
+from dflash_train.step import DraftStep, Objective, Tally, add_noise
 from dflash_train.stop import Stop
 from dflash_train.titan import GarbageCollection, apply_gradients, build_optimizer
 from dflash_train.verdict import DRAFTER, STAGES, Accounts
@@ -135,7 +135,7 @@ class Trainer:
         self.interval = Interval.empty(job.split.num_targets)
         self.parts: Stopwatch | None = None
         self.stalls: StallWatch | None = None
-        self.grad_norm, self.lr = torch.zeros((), device=meshes.device), 0.0
+        self.grad_norm, self.lr, self.noise = torch.zeros((), device=meshes.device), 0.0, 0.0
         position = course.position
         self.finite = FiniteWatch(job.config.trainer.max_skipped_steps, position.skipped, position.skipped_in_a_row)
         if position.step:
@@ -175,6 +175,8 @@ class Trainer:
         self.situation.at(f"training step {segment.step}")
         logs = self._is_due(segment.step, self.job.config.log.interval) or segment.step == 1
         with self._traced(segment.step):
+            trainer = self.job.config.trainer
+            self.noise = trainer.context_noise * (1 - (segment.step - 1) / trainer.steps)
             self.train_step(range(segment.first_number, segment.first_number + segment.count), logs=logs)
         collector.run(segment.step)
         if segment.step == self.course.position.step + 1:
@@ -222,6 +224,9 @@ class Trainer:
             self.drafter.set_requires_gradient_sync(last)
             self.drafter.set_reshard_after_backward(last)
             with self.clock.stage("compute"):
+                if self.noise:
+                    width, seed = self.job.drafter.context_size, self.job.config.run.seed
+                    add_noise(pack.tensors["context_SE"], width, self.noise, seed, pack.item.number)
                 loss_sum, weight_sum = self.draft.loss(pack, self.tally, parts)
                 with measured(parts, "backward"):
                     loss_sum.backward()
@@ -345,6 +350,7 @@ class Trainer:
         if self.log is not None:
             values = Tally.read(sums, self.job.drafter.block_size)
             values |= {"grad_norm": grad_norm, "lr": self.lr, "skipped": self.finite.skipped}
+            values |= {"context_noise": self.noise} if self.job.config.trainer.context_noise else {}
             accounts = Accounts(split, self.job.config.trainer.packs_per_step, targets, drafters, device.type == "cuda")
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             packs = as_ranges(number for part in numbers for number in part)
