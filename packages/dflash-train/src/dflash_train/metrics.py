@@ -32,15 +32,19 @@ METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 STABLE = 5  # log intervals after which the rates say something
 STARTS, SUPERSEDED = "starts.jsonl", "superseded.jsonl"
 LAYOUT = {
-    "Train": {name: ["Multiline", [f"Train/{name}"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
+    "Train": {name: ["Multiline", [f"Train/{name}$"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
     "Acceptance": {
         "held-out": ["Margin", ["Acceptance/pooled", "Acceptance/low", "Acceptance/high"]],
         "held-out, by slot": ["Multiline", [r"Acceptance/slot_.*"]],
         "training, by slot, given all before": ["Multiline", [r"Train/acc_given_prefix_.*"]],
     },
     "Pipeline": {
-        "tokens/s": ["Multiline", ["Pipeline/target_tokens_s", "Pipeline/drafter_tokens_s", "Pipeline/tokens_s"]],
+        "tokens/s": ["Multiline", ["Pipeline/target_tokens_s", "Pipeline/drafter_tokens_s", "Pipeline/tokens_s$"]],
         "queues": ["Multiline", [r"Pipeline/q_.*"]],
+    },
+    "System": {
+        "GPUs busy": ["Multiline", [r"System/.*_gpu_busy", "System/mfu"]],
+        "memory, GiB": ["Multiline", ["System/memory_gib"]],
     },
     "Time": {
         "drafter ranks": ["Multiline", [r"Time/drafter_.*"]],
