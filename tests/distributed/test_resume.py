@@ -26,7 +26,7 @@ from dflash_train.finite import FiniteWatch
 from dflash_train.job import check_job
 from dflash_train.metrics import append, read_jsonl
 from dflash_train.resume import clear_leftovers
-from dflash_train.retention import Retention, list_checkpoints
+from dflash_train.retention import Retention, list_checkpoints, read_manifest, write_manifest
 from dflash_train.run import run_job
 from dflash_train.situation import Situation
 from dflash_train.step import DraftStep
@@ -210,6 +210,21 @@ def test_a_changed_setting_is_refused_unless_it_is_allowed(straight: Path) -> No
     ]
     decays = {value for name, value in state_of(folder, 9).items() if name.endswith(".weight_decay")}
     assert decays == {0.0, 0.25}, "the loaded state does not put the old one back"
+
+
+def test_a_setting_younger_than_the_checkpoint_had_its_default(straight: Path) -> None:
+    folder = start_like(straight, "older")
+    run_and_stop(folder, 1, 0, MOMENTS["in a step"], **SPARSE)
+    checkpoints = folder / "run" / "checkpoints"
+    step = list_checkpoints(checkpoints)[-1]
+    manifest = read_manifest(checkpoints, step)
+    del manifest["loss.kind"], manifest["loss.weighting"]
+    write_manifest(checkpoints / f"step-{step}", manifest)
+    argv = settings(folder, QWEN3, **SPARSE | {"loss.weighting": "dpace"})
+    told = "run.dir holds a run with loss.weighting = decay, this one has dpace"
+    assert told in run_ranks(outcome(argv, UserError), 1, folder)[0]
+    rows = run(folder, 1, QWEN3, **SPARSE)
+    assert rows[-1]["step"] == STEPS
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from dflash_model import UserError
 from dflash_train.checkpoint import Position, digest
+from dflash_train.cli import flat_keys
+from dflash_train.config import RunConfig
 from dflash_train.retention import REMOVED, SUPERSEDED, list_checkpoints, read_manifest
 
 SHAPE = "drafter"
@@ -34,17 +36,20 @@ def find_position(folder: Path, identity: dict[str, Any], allow: list[str]) -> t
     if not steps:
         return Position(), []
     manifest = read_manifest(folder, steps[-1])
+    defaults = {name: default for name, default, _ in flat_keys(RunConfig)}
     changes = []
     for name, value in identity.items():
-        if manifest.get(name) == value:
+        # A key that is younger than the checkpoint: until there was one, its default was what happened.
+        before = manifest[name] if name in manifest else defaults.get(name)
+        if before == value:
             continue
         if name not in allow:
             way_out = f"allow it with resume.allow=[{name}], " if name != SHAPE else ""
             raise UserError(
-                f"run.dir holds a run with {name} = {manifest.get(name)}, this one has {value}; resuming would change"
+                f"run.dir holds a run with {name} = {before}, this one has {value}; resuming would change"
                 f" the run: restore the setting, {way_out}or choose another run.dir"
             )
-        changes.append(f"{name} was {manifest.get(name)} up to step {steps[-1]}, now {value}")
+        changes.append(f"{name} was {before} up to step {steps[-1]}, now {value}")
     return Position.of(manifest), changes
 
 
