@@ -36,6 +36,7 @@ def log_step(log: RunLog, step: int, loss: float, packs: list[list[int]], tokens
     targets, drafters = np.zeros((1, 1 + len(STATS))), np.zeros((1, len(DRAFTER)))
     targets[0, 0], targets[0, 1 + STATS.index("document_tokens")] = 4, 4 * tokens_a_pack
     drafters[0, DRAFTER.index("compute")], drafters[0, DRAFTER.index("packs")] = 2.0, 4
+    drafters[0, DRAFTER.index("tokens")] = tokens_a_pack * sum(last - first + 1 for first, last in packs)
     values = {"loss": loss, "acc": 0.5, "streak": step / 10, "lr": 0.1}
     log.step(step, values, Accounts(Split(1, 1, False), 2, targets, drafters), parts={}, memory_gib=0.0, packs=packs)
 

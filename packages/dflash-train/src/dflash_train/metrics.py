@@ -82,12 +82,14 @@ class Interval:
         wait_s: time this rank waited for training packs, as far as it has been taken from the receiver's clock.
         numbers: the packs this rank trained on since the last log line, whichever process did.
         packs: how many this process trained on.
+        tokens: document tokens of ``numbers``.
     """
 
     targets: NDArray[np.float64]
     wait_s: float = 0.0
     numbers: list[int] = field(default_factory=list)
     packs: int = 0
+    tokens: float = 0.0
 
     @classmethod
     def empty(cls, num_targets: int) -> "Interval":
@@ -98,6 +100,7 @@ class Interval:
         """Count one received pack."""
         self.packs += 1
         self.numbers.append(item.number)
+        self.tokens += stats["document_tokens"]
         self.targets[item.index % len(self.targets)] += [1.0, *(stats[name] for name in STATS)]
 
 
@@ -169,7 +172,7 @@ class RunLog:
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
         record |= {"evidence": verdict.evidence, "mfu": mfu, "packs": packs}
         record["seconds"] = accounts.seconds() | {f"step_{name}_s": seconds for name, seconds in parts.items()}
-        record["document_tokens"] = accounts.tokens_per_pack * sum(last - first + 1 for first, last in packs)
+        record["document_tokens"] = float(accounts.drafter("tokens").sum())
         queues = {f"{name}_{rank}": depth for name in ("q_pre", "q_hs") for rank, depth in enumerate(record[name])}
         busy = {"drafter_gpu_busy": accounts.drafter("busy"), "target_gpu_busy": accounts.target("busy")}
         known = {name: float(shares.mean()) if (shares >= 0).any() else None for name, shares in busy.items()}

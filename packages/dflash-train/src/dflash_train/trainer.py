@@ -298,7 +298,7 @@ class Trainer:
     def _position(self, step: int, acceptance: float | None, *, evaluated: bool) -> Position:
         """Where the run stands behind a step; all drafter ranks call it."""
         unlogged: list[dict[str, Any]] = [{}] * self.job.split.num_drafters
-        own = {"sums": self.tally.sums.tolist(), "packs": self.interval.numbers}
+        own = {"sums": self.tally.sums.tolist(), "packs": self.interval.numbers, "tokens": self.interval.tokens}
         dist.all_gather_object(unlogged, own, group=self.meshes.control)
         start = self.course.position
         return Position(
@@ -317,9 +317,12 @@ class Trainer:
         if len(parts) != self.job.split.num_drafters:
             sums = torch.tensor([part["sums"] for part in parts], dtype=torch.float64).sum(0).tolist()
             whole = {"sums": sums, "packs": sorted(number for part in parts for number in part["packs"])}
-            parts = [whole, *({"sums": [0.0] * len(sums), "packs": []} for _ in range(self.job.split.num_drafters - 1))]
+            whole["tokens"] = sum(part["tokens"] for part in parts)
+            nothing = {"sums": [0.0] * len(sums), "packs": [], "tokens": 0.0}
+            parts = [whole, *[nothing] * (self.job.split.num_drafters - 1)]
         self.tally.sums += torch.tensor(parts[self.own_rank]["sums"], dtype=torch.float64, device=self.meshes.device)
         self.interval.numbers += parts[self.own_rank]["packs"]
+        self.interval.tokens += parts[self.own_rank]["tokens"]
 
     def _receive(self) -> HiddenPack:
         with self.clock.stage("receive"):
@@ -368,6 +371,6 @@ class Trainer:
         waited = self.interval.wait_s + self.receiver.waiting.take()
         rest = {
             "compile": compile_s, "wait": waited, "packs": self.interval.packs, "q_hs": self.receiver.depth(),
-            "busy": self.devices.take(),
+            "busy": self.devices.take(), "tokens": self.interval.tokens,
         }  # fmt: skip
         return [float(spent[name]) if name in STAGES else float(rest[name]) for name in DRAFTER]

@@ -16,7 +16,7 @@ from dflash_train.mesh import Split
 Values = NDArray[np.float64]
 DRAFTER = (
     "receive", "compute", "device", "agree", "save", "log", "evaluate", "other", "compile", "wait", "packs", "q_hs",
-    "busy",
+    "busy", "tokens",
 )  # fmt: skip
 STAGES = DRAFTER[:8]  # exclusive: they add up to wall time
 WAITS, LARGE, SKEW = 0.1, 0.25, 0.2  # shares of time: drafters wait, a stage is a burden, ranks differ
@@ -35,7 +35,7 @@ class Accounts:
         targets: ``[T, 1 + len(STATS)]``: packs, and sums of what target ranks wrote beside each.
         drafters: ``[D, len(DRAFTER)]``: seconds by stage on the host thread; ``compile`` is part of ``compute``;
             ``wait`` the time without a pack (on a GPU the device's own); ``busy`` the share of time its GPU ran a
-            kernel (-1 if unknown).
+            kernel (-1 if unknown); ``tokens`` the document tokens since the log line before, in other processes too.
         on_gpu: whether the stages are times to launch work.
     """
 
