@@ -93,6 +93,8 @@ def check_peer(job: Job) -> None:
     ends = (drafter.input_embedding_scale, drafter.output_multiplier, drafter.final_logit_softcapping)
     if ends != (1.0, 1.0, None) or drafter.is_causal is not None:
         raise UserError(f"target.path is {path}; SpecForge knows no embedding scale, logit factor or cap, no is_causal")
+    if job.config.trainer.context_noise:
+        raise UserError(f"trainer.context_noise is {job.config.trainer.context_noise}; SpecForge's step has none")
     if (job.config.loss.kind, job.config.loss.weighting) != ("ce", "decay"):
         raise UserError(
             "loss.kind and loss.weighting must be ce and decay; only these are compared with SpecForge's step"
@@ -154,6 +156,8 @@ def target_packs(job: Job, device: torch.device) -> Iterator[MadePack]:
         job.target, job.drafter.target_layer_ids, mesh=DeviceMesh(device.type, [0]),
         dtype=DTYPES[job.config.target.dtype], reshard=False,
     )  # fmt: skip
+    if job.config.target.compile and device.type == "cuda":
+        target.compile(job.config.data.seq_len)
     data = job.config.data
     return hidden_states(
         job.schedule(collator, Position()), collator, target, rank=0, num_targets=1, num_workers=data.workers,

@@ -83,9 +83,11 @@ def read_run(folder: Path, name: str) -> Run:
     scalars |= {f"Acceptance/{part}": {row["step"]: row[part] for row in rows} for part in ("pooled", "low", "high")}
     tokens, total = {0: 0.0}, 0.0
     for line in read_jsonl(folder / METRICS):
+        if "document_tokens" not in line:
+            raise UserError(f"runs has {folder}; an older version wrote its {METRICS}, without document_tokens")
         total += line["document_tokens"]
         tokens[line["step"]] = total
-    slots = [float(slot["accepted"] or 0) for slot in rows[-1]["positions"]] if rows else []
+    slots = [float(slot["accepted"] or 0) for slot in rows[-1].get("positions", [])] if rows else []
     run = Run(name, scalars, tokens, rows[-1]["name"] if rows else "", slots)
     if not len(curve(run, "Train/loss", "tokens")[0]):
         raise UserError(f"runs has {folder}; its events and {METRICS} have no point of Train/loss yet")

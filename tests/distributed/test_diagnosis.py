@@ -1,5 +1,6 @@
 """Causes of slowness planted in real jobs (2 target and 2 drafter ranks): the log names each of them."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -151,11 +152,15 @@ def test_a_frozen_rank_is_named_while_the_others_wait(tmp_path: Path) -> None:
                 found.append(alarm[0])
                 os.kill(int(re.findall(r"\(pid (\d+)\)", alarm[0])[0]), signal.SIGCONT)
                 return
+        for process in multiprocessing.active_children():  # the test fails by what it finds, not by a timeout
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)
 
     waker = threading.Thread(target=wake)
     waker.start()
     rows, _ = diagnosed(folder, plant)
     waker.join()
+    assert found
     assert re.fullmatch(
         r"ALARM: no progress for \d s, training step 7: drafter rank 3 \(pid \d+\) is stopped", found[0]
     )

@@ -71,6 +71,9 @@ def test_noise_is_the_packs_own() -> None:
     assert not context[0][:, 30:].any()
     assert torch.equal(context[0], context[1])
     assert not torch.equal(context[0], context[2])
+    other = torch.zeros(400, 40)
+    add_noise(other, 30, 0.3, seed=2**40, number=7)
+    assert not torch.equal(context[0], other)
 
 
 def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssConfig, Lfm2Config, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from conftest import Hold
 from dflash_data.packs import TokenPack
@@ -111,6 +112,31 @@ def test_compiled_layers(family: str, checkpoint: Checkpoint, tmp_path: Path, mo
 
     for reason, worst in run_ranks(work, 2, tmp_path):
         assert reason is None
+        assert worst < 2e-5
+
+
+def test_layers_that_cannot_be_traced_stay_as_they_are(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    plain = Qwen3MLP.forward
+
+    def broken(self: Qwen3MLP, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return plain(self, x)
+
+    monkeypatch.setattr(Qwen3MLP, "forward", broken)
+    folder, pack = checkpoint("qwen3"), token_pack(LENGTHS[0])
+    expected = documents_alone(plain_model(folder), pack)
+
+    def work(rank: int) -> tuple[str | None, float]:
+        target = sharded_target(folder, 2)
+        reason = target.compile(sum(LENGTHS[0]))
+        return reason, float((target(pack) - expected).abs().max())
+
+    for reason, worst in run_ranks(work, 2, tmp_path):
+        assert reason is not None
+        assert "graph_break" in reason
         assert worst < 2e-5
 
 

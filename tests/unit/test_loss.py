@@ -78,7 +78,7 @@ def test_compiled_for_any_number_of_rows(kind: str) -> None:
     counter = CompileCounter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-        for rows in (23, 9, 64, 30):
+        for rows in (23, 9, 64, 1, 30):
             hidden = torch.randn(rows, 16, requires_grad=True)
             taught = torch.randint(0, 37, (rows,)) if kind == "ce" else torch.randn(rows, 16)
             results = []

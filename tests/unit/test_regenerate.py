@@ -113,10 +113,13 @@ def test_batches_hold_as_many_rows_as_fit(monkeypatch: pytest.MonkeyPatch) -> No
     tokenizer = chat_tokenizer()
     target = LocalTarget(tiny_model(tokenizer), tokenizer, {})
     widths: list[list[int]] = []
+    cached: list[int] = []
 
     def decode(*args: Any) -> list[list[int]]:
         widths.append([len(ids) for ids in args[2]])
-        return decode_batch(*args)
+        found = decode_batch(*args)
+        cached.append(len(args[2]) * target.model._previous_max_cache_length)
+        return found
 
     monkeypatch.setattr("dflash_data.regenerate.decode_batch", decode)
     prompts = [prompt("a" * 10 * (n % 5), n) for n in range(12)]
@@ -129,6 +132,7 @@ def test_batches_hold_as_many_rows_as_fit(monkeypatch: pytest.MonkeyPatch) -> No
         lengths = lengths[rows:]
     assert widths == expected
     assert len({len(batch) for batch in widths}) > 1
+    assert max(cached) <= 80, "a cache is no longer than its own batch needs"
 
 
 def test_templates_get_tools_and_arguments_and_may_refuse() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GraniteConfig, OlmoConfig, StableLmConfig
 
 from dflash_data.target import find_target
 from dflash_model import Drafter, DraftInputs, UserError
@@ -12,7 +13,7 @@ from dflash_model.taps import context_features, decoder_layers, decoder_of
 from dflash_train.config import DrafterSection
 from dflash_train.drafter_config import drafter_config
 from dflash_train.start import BorrowedLayers, initial_tensors
-from support.tiny import _spread, tiny_target
+from support.tiny import SIZES, _spread, tiny_target
 
 
 def started(folder: Path, **section: Any) -> Drafter:
@@ -96,12 +97,31 @@ def test_a_hybrid_lends_its_mlps(tmp_path: Path) -> None:
         assert torch.equal(drafter.get_parameter(name), drawn[name])
 
 
+OTHERS = {
+    "stablelm": StableLmConfig(**SIZES, intermediate_size=96),  # LayerNorm with a bias
+    "olmo": OlmoConfig(**SIZES, intermediate_size=96),  # norms without weights
+    "granite": GraniteConfig(**SIZES, intermediate_size=96, residual_multiplier=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_norms_and_sums_are_refused(kind: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(OTHERS[kind]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"layers of a {kind} are not built like a drafter's"):
+        started(tmp_path, target_layer_ids=[1], num_layers=2)
+
+
 @pytest.mark.parametrize(
     ("family", "section", "message"),
     [
         ("gemma3", {"num_layers": 2}, "layers of a gemma3_text are not built like a drafter's"),
         ("qwen3", {"num_layers": 7}, "the target has 6 layers, the drafter 7: set drafter.num_layers to at most 6"),
         ("qwen3", {"num_layers": 2, "num_heads": 8, "intermediate_size": 40}, "no layer of the target has the drafter"),
+        (
+            "qwen3",
+            {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "intermediate_size": 40},
+            "no layer",
+        ),
     ],
 )
 def test_what_cannot_be_borrowed(family: str, section: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -50,13 +50,14 @@ class Part:
         supervised_tokens: those with loss.
         dropped: rows by the reason for which they were dropped.
         cut_to_max_length: documents that were longer.
-        generated_by: documents by the model that wrote their last turn.
+        generated_by: documents to train on by the model that wrote their last turn.
+        heldout_by: the same of those held out.
         lengths: documents by length, in powers of two (the key is the upper bound).
         max_token_id: largest token id.
         digest: of the documents' content.
     """
 
-    COUNTERS: ClassVar[tuple[str, ...]] = ("dropped", "generated_by", "lengths")
+    COUNTERS: ClassVar[tuple[str, ...]] = ("dropped", "generated_by", "heldout_by", "lengths")
 
     rows_in: int = 0
     rows: dict[str, int] = field(default_factory=_splits)
@@ -65,6 +66,7 @@ class Part:
     dropped: Counter[str] = field(default_factory=Counter)
     cut_to_max_length: int = 0
     generated_by: Counter[str] = field(default_factory=Counter)
+    heldout_by: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
     max_token_id: int = 0
     digest: str = ""
@@ -81,7 +83,7 @@ class Part:
         self.tokens[split] += length
         self.supervised_tokens[split] += sum(encoded.loss_mask)
         self.cut_to_max_length += encoded.cut
-        self.generated_by[str(generated_by)] += 1
+        (self.generated_by if split == "train" else self.heldout_by)[str(generated_by)] += 1
         self.lengths[str(1 << (length - 1).bit_length())] += 1
         self.max_token_id = max(self.max_token_id, *encoded.input_ids)
 

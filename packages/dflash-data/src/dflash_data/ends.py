@@ -63,15 +63,23 @@ class FrozenEnds:
         return cls(embedding_VD, head_VD, _final_norm(target, files, dtype, device) if norm else None)
 
 
-def _final_norm(target: TargetModel, files: TargetFiles, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The target's own module, whatever kind of norm it is."""
+def find_final_norm(target: TargetModel, dtype: torch.dtype) -> nn.Module:
+    """The target's own module, whatever kind of norm it is, on meta.
+
+    Raises:
+        UserError: its decoder has none of that name.
+    """
     norm = dict(decoder_of(target.build_meta(dtype)).named_children()).get("norm")
     if norm is None or not dict(norm.named_parameters()):
         raise UserError(
-            f"the target's model_type is {target.config.model_type}; its decoder has no final norm, so its distribution"
-            " cannot be taught: use loss.kind=ce"
+            f"the target's model_type is {target.config.model_type}; its decoder has no final norm with weights, so its"
+            " distribution cannot be taught: use loss.kind=ce"
         )
-    norm = norm.to_empty(device=device)
+    return norm
+
+
+def _final_norm(target: TargetModel, files: TargetFiles, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    norm = find_final_norm(target, dtype).to_empty(device=device)
     files.read_into({f"{files.prefix}norm.{name}": parameter.data for name, parameter in norm.named_parameters()})
     return norm.requires_grad_(False)
 

@@ -6,8 +6,8 @@ it, at every token. Decoding is bound by memory: those copies are most of what i
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -24,7 +24,9 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,  # noqa: ANN401 - handed on
 ) -> tuple[Tensor, None]:
-    """Attention of one new token a row, each key read once for the query heads that share it; longer queries by SDPA.
+    """Attention of one new token a row, each key read once for the query heads that share it.
+
+    These heads go to SDPA as if they were that many tokens; longer queries go there as they are.
 
     Args:
         module: the attention layer.
@@ -42,12 +44,12 @@ def grouped_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     batch, heads, _, size = query.shape
     grouped = query.view(batch, key.shape[1], -1, size)
-    scores = grouped @ key.transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
     if attention_mask is not None:
-        seen = attention_mask[..., : key.shape[2]]
-        scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
-    out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
-    return out.view(batch, 1, heads, -1), None
+        attention_mask = attention_mask[..., : key.shape[2]]
+        if attention_mask.shape[1] == heads > 1:
+            attention_mask = attention_mask.reshape(batch, key.shape[1], -1, key.shape[2])
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(batch, 1, heads, -1), None
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:

@@ -30,7 +30,7 @@ from dflash_model.errors import UserError
 
 HELDOUT = "heldout.jsonl"  # the held-out conversations as they came: prompts for tools/evaluate.py
 DROPPED = "dropped.jsonl"
-FORMAT = 7
+FORMAT = 8
 CHUNK_ROWS, CHUNK_BYTES = 1000, 8 << 20
 
 

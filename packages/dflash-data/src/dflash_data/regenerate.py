@@ -214,6 +214,8 @@ def decode_batch(
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     decode = cast(Callable[..., Tensor], model.generate)
+    # transformers makes each preallocated cache at least as long as the longest before, to spare compiled graphs.
+    vars(model).pop("_previous_max_cache_length", None)
     drawing = [] if samplings[0].greedy else [Drawing(samplings, model.device)]
     out = decode(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad,

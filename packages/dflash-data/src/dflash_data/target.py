@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -274,10 +274,10 @@ class ShardedTarget:
         try:
             for lengths in ([half, half], [seq_len]):
                 self._features(ids_S, torch.cat([torch.arange(length) for length in lengths]), lengths)
-        except Unsupported as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing of ours: another target's forward
             for layer, forward in zip(self._layers, eager, strict=True):
                 layer.forward = forward
-            return str(error).splitlines()[0]
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         return None
 
     def _check_documents_apart(self, config: PretrainedConfig, dtype: torch.dtype) -> None:

@@ -88,7 +88,9 @@ class DataSection:
     max_bad_rows: int | None = key(None, "more dropped rows than this are an error; default: any number, all counted")
     prepare_workers: int = key(0, "processes that tokenize; 0: one for each core")
     heldout_ratio: float = key(0.02, "share of the sources' conversations that tools/prepare.py holds out")
-    heldout_sources: list[str] = key([], "files like data.sources, held out as a whole: a test set of your own")
+    heldout_sources: list[str] = key(
+        [], "files like data.sources, held out as a whole, beside data.heldout_ratio of these"
+    )
     seq_len: int = key(4096, "tokens of a row, a multiple of 128")
     anchors_per_pack: int = key(512, "blocks drawn from each row; times drafter.block_size a multiple of 128")
     workers: int = key(2, "threads that collate packs on each target rank")

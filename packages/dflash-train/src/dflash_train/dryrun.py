@@ -75,6 +75,7 @@ def drafter_share(job: Job, num_parameters: int) -> Share:
     keys = (config.data.seq_len + slots) * drafter.num_layers * 4 * drafter.num_kv_heads * drafter.head_dim
     ends = (1 if job.target.config.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
     held = 2 * size if config.loss.kind == "ce" else 3 * size  # logits, their gradient, the target's logits
+    held += 0 if config.trainer.compile else 4 * held // size  # uncompiled, steps between them are kept in fp32
     logits = min(config.loss.chunk_rows, slots) * drafter.vocab_size * held
     message = job.layout().num_bytes
     device = {

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dflash_data.dataset import PreparedData, open_prepared
+from dflash_data.ends import find_final_norm
 from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
 from dflash_data.target import TargetModel, find_target
@@ -166,6 +167,8 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
             f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size})"
             f" must be a multiple of {TILE}"
         )
+    if config.loss.kind != "ce":
+        find_final_norm(target, DTYPES[config.target.dtype])
     if config.drafter.init_from_target:
         _check_borrowing(config, target, drafter)
     job = Job(config, split, target, drafter)

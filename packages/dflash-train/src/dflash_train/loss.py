@@ -89,6 +89,8 @@ def compiled_rows(kind: str) -> ChunkLoss:
     compiled = torch.compile(ROW_LOSSES[kind], dynamic=False, fullgraph=True)
 
     def call(logits_CV: Tensor, taught: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        if len(logits_CV) == 1:  # the compiler takes one row for a constant
+            return ROW_LOSSES[kind](logits_CV, taught, *rest)
         for tensor in (logits_CV, taught):
             torch._dynamo.mark_dynamic(tensor, 0)
         return compiled(logits_CV, taught, *rest)
@@ -135,7 +137,7 @@ class FrozenHeadLoss(torch.autograd.Function):
 
 
 def _chunks(rows: int, chunk_rows: int) -> list[slice]:
-    """Even chunks of at most so many rows: a compiled function takes any number but one."""
+    """Even chunks of at most so many rows."""
     count = -(-rows // chunk_rows)
     edges = [index * rows // count for index in range(count + 1)] if count else []
     return [slice(begin, end) for begin, end in pairwise(edges)]

@@ -23,7 +23,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from dflash_data.packs import STATS
 from dflash_data.schedule import WorkItem
 from dflash_train.acceptance import Acceptance, Rounds, by_position
-from dflash_train.verdict import Accounts, Verdict, judge
+from dflash_train.verdict import Accounts, Verdict, judge, mean_share
 from dflash_train.watch import SpeedWatch
 
 logger = logging.getLogger("dflash")
@@ -175,7 +175,7 @@ class RunLog:
         record["document_tokens"] = float(accounts.drafter("tokens").sum())
         queues = {f"{name}_{rank}": depth for name in ("q_pre", "q_hs") for rank, depth in enumerate(record[name])}
         busy = {"drafter_gpu_busy": accounts.drafter("busy"), "target_gpu_busy": accounts.target("busy")}
-        known = {name: float(shares.mean()) if (shares >= 0).any() else None for name, shares in busy.items()}
+        known = {name: mean_share(shares) for name, shares in busy.items()}
         system: dict[str, float | None] = {"memory_gib": memory_gib, "mfu": mfu, **known}
         record["gpu_busy"] = known
         with self._never_in_the_way(METRICS):

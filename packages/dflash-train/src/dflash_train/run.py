@@ -99,7 +99,7 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
             )
         return
     epoch_steps = len(collator.train_plan) / job.config.trainer.packs_per_step
-    own_text = set(data.ledger.generated_by) == {job.target.name}
+    own_text = set(data.ledger.heldout_by) == {job.target.name}
     course = Course(
         schedule, position, job.heldout_chunks(collator), epoch_steps, "replay" if own_text else "teacher-forced"
     )
@@ -344,12 +344,15 @@ def facts_for_card(job: Job) -> dict[str, Any]:
         "target": named if hub_name else job.target.name,
         "init_from": _origin_for_card(job.config.drafter),
         "data": {
-            "sources": [Path(source[0]).name for source in ledger.settings.get("sources", [])] or ["synthetic"],
+            "sources": [
+                Path(path).name for path, _, _, heldout, *_ in ledger.settings.get("sources", []) if not heldout
+            ]
+            or ["synthetic"],
             "rows": ledger.rows["train"],
             "tokens": ledger.tokens["train"],
             "supervised_tokens": ledger.supervised_tokens["train"],
             "longest": int(data.train.lengths.max()),
-            "generated_by": dict(ledger.generated_by),
+            "generated_by": dict(ledger.generated_by + ledger.heldout_by),
         },
     }
 

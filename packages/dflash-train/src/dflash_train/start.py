@@ -49,7 +49,8 @@ def initial_tensors(
 class BorrowedLayers:
     """The target's last layers as those of a drafter.
 
-    Attention is taken if all four matrices have the drafter's shapes, the MLP if its three have; biases are left out.
+    Attention is taken if heads and their size are the drafter's and all of a head is rotated, the MLP if its three
+    matrices have the drafter's shapes; biases are left out.
     A drafter's keys and values of the context bypass the norm before attention, so the norm's weights go into the
     matrices behind it. Context features start as the last tapped layer's output. A target without norms of queries
     and keys gets drafter norms as large as queries and keys are for inputs without direction.
@@ -76,12 +77,14 @@ class BorrowedLayers:
         with torch.device("meta"):
             self._shapes = {name: parameter.shape for name, parameter in Drafter(drafter).named_parameters()}
         silu = getattr(target.config, "hidden_act", None) in ("silu", "swish")
-        if not silu or not all(_is_pre_norm(layer) for layer in self._layers):
+        plain = getattr(target.config, "residual_multiplier", 1.0) == 1.0
+        if not (silu and plain and _is_scale(self._decoder, "norm") and all(map(_is_pre_norm, self._layers))):
             raise UserError(
-                f"drafter.init_from_target is true; layers of a {kind} are not built like a drafter's (a norm before"
-                " attention, one before the MLP, SiLU): leave it out"
+                f"drafter.init_from_target is true; layers of a {kind} are not built like a drafter's (an RMS norm"
+                " before attention, one before the MLP, SiLU, sums): leave it out"
             )
-        takes = {"attention": self._fits("self_attn", ATTENTION), "mlp": self._fits("mlp", MLP)}
+        attention = _has_heads(target, drafter) and self._fits("self_attn", ATTENTION)
+        takes = {"attention": attention, "mlp": self._fits("mlp", MLP)}
         self.parts = [part for part, fits in takes.items() if fits]
         if not self.parts:
             raise UserError(
@@ -144,4 +147,24 @@ class BorrowedLayers:
 
 def _is_pre_norm(layer: nn.Module) -> bool:
     """Whether a decoder layer norms what goes into attention and into the MLP, and nothing else."""
-    return {name for name, _ in layer.named_children() if "norm" in name} == NORMS
+    norms = {name for name, _ in layer.named_children() if "norm" in name}
+    return norms == NORMS and all(_is_scale(layer, name) for name in norms)
+
+
+def _is_scale(owner: nn.Module, name: str) -> bool:
+    """Whether a norm is an RMS norm with one weight for each element: a LayerNorm would make nothing of equal ones."""
+    norm = dict(owner.named_children()).get(name)
+    if norm is None or [part for part, _ in norm.named_parameters()] != ["weight"]:
+        return False
+    return not isinstance(norm, nn.LayerNorm) and "LayerNorm" not in type(norm).__name__
+
+
+def _has_heads(target: TargetModel, drafter: DrafterConfig) -> bool:
+    """Whether the target's attention is the drafter's: as many heads of that size, scaled and rotated like them."""
+    config = target.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = (config.num_attention_heads, config.num_key_value_heads, size)
+    scaled = getattr(config, "attention_multiplier", None) is None
+    return scaled and partial in (None, 1.0) and heads == (drafter.num_heads, drafter.num_kv_heads, drafter.head_dim)

@@ -5,6 +5,7 @@ Legend: S context tokens, A anchors, K block size, Q = A*K, D drafter width, R s
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +60,8 @@ def add_noise(context_SE: Tensor, width: int, std: float, seed: int, number: int
 
     It depends on the seed and the pack's number alone, not on the rank that the pack is trained on.
     """
-    generator = torch.Generator(context_SE.device).manual_seed((seed << 32) + number)
+    mixed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])  # a CPU's generator reads 32 bits
+    generator = torch.Generator(context_SE.device).manual_seed(mixed)
     context_SE[:, :width] += torch.empty(
         len(context_SE), width, dtype=context_SE.dtype, device=context_SE.device
     ).normal_(0.0, std, generator=generator)

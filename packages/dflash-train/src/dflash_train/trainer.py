@@ -134,6 +134,7 @@ class Trainer:
         self.tally = Tally(job.drafter.block_size, meshes.device)
         self.interval = Interval.empty(job.split.num_targets)
         self.parts: Stopwatch | None = None
+        self.evaluated = False
         self.stalls: StallWatch | None = None
         self.grad_norm, self.lr, self.noise = torch.zeros((), device=meshes.device), 0.0, 0.0
         position = course.position
@@ -183,7 +184,11 @@ class Trainer:
             self.meshes.settle(self.job.config.channel.timeout_seconds)
             self.compiling.settle()
             if self.log is not None:
-                self.stalls = StallWatch(self.situation, lambda alarm: logger.warning(f"ALARM: {alarm}"))
+                self.situation.at("training")  # what came before compiled
+                self.stalls = StallWatch(
+                    self.situation, self.job.config.channel.timeout_seconds,
+                    lambda alarm: logger.warning(f"ALARM: {alarm}"),
+                )  # fmt: skip
         if logs:
             with self.clock.stage("log"):
                 self._write_log(segment.step)
@@ -271,6 +276,10 @@ class Trainer:
             assert isinstance(module, FSDPModule)
             module.reshard()  # no backward did it
         self.drafter.train()
+        if not self.evaluated:  # a resumed run compiles its forward without gradients only now
+            self.evaluated = True
+            if segment.step > self.course.position.step:
+                self.compiling.settle()
         self.receiver.waiting.take()  # an evaluation's waiting is not training's
         everyone: list[list[Rounds]] = [[] for _ in range(self.job.split.num_drafters)]
         dist.all_gather_object(everyone, mine, group=self.meshes.control)
@@ -316,7 +325,10 @@ class Trainer:
         parts: list[dict[str, Any]] = position.unlogged
         if len(parts) != self.job.split.num_drafters:
             sums = torch.tensor([part["sums"] for part in parts], dtype=torch.float64).sum(0).tolist()
-            whole = {"sums": sums, "packs": sorted(number for part in parts for number in part["packs"])}
+            whole: dict[str, Any] = {
+                "sums": sums,
+                "packs": sorted(number for part in parts for number in part["packs"]),
+            }
             whole["tokens"] = sum(part["tokens"] for part in parts)
             nothing = {"sums": [0.0] * len(sums), "packs": [], "tokens": 0.0}
             parts = [whole, *[nothing] * (self.job.split.num_drafters - 1)]

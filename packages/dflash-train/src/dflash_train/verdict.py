@@ -193,7 +193,7 @@ def _slow_drafters(seen: Accounts) -> Verdict:
     if slow is not None:
         return Verdict("drafter-bound", f"{name} is slower than the others, which wait for it", "look at its device")
     launching = seen.on_gpu and float(seen.drafter("device").mean()) < LAUNCHES * seen.wall_s
-    if launching and seen.drafter("busy").mean() < BUSY_GPU:
+    if launching and (mean_share(seen.drafter("busy")) or 0.0) < BUSY_GPU:
         told = "drafter ranks launch steps as long as their GPUs take for them" + _share(seen.drafter("busy"))
         return Verdict("host-bound", told, LAUNCH_ADVICE)
     each = seen.split.num_drafters / max(seen.drafter_packs_s, 1e-9)
@@ -230,15 +230,21 @@ def _slow_targets(seen: Accounts) -> Verdict:
     if kind == "send":
         return Verdict("channel-bound", f"{told}handing packs over that the drafters wait for", CHANNEL_ADVICE)
     launching = seen.target("device_s").any() and behind.mean() < WAITS * launched
-    if launching and means["send"] < WAITS * launched and seen.target("busy").mean() < BUSY_GPU:
+    if launching and means["send"] < WAITS * launched and (mean_share(seen.target("busy")) or 0.0) < BUSY_GPU:
         told += "launching the forward, as long as their GPUs take for it" + _share(seen.target("busy"))
         return Verdict("host-bound", told, LAUNCH_ADVICE)
     return Verdict("target-bound", f"{told}in the target's forward (q_pre {q_pre})", _better(seen))
 
 
+def mean_share(busy: Values) -> float | None:
+    """How busy GPUs are, of those that tell."""
+    known = busy[busy >= 0]
+    return float(known.mean()) if len(known) else None
+
+
 def _share(busy: Values) -> str:
-    """How busy GPUs are, if that is known."""
-    return f" ({busy.mean():.0%} busy)" if (busy >= 0).all() else ""
+    share = mean_share(busy)
+    return "" if share is None else f" ({share:.0%} busy)"
 
 
 LAUNCH_ADVICE = (

@@ -1,5 +1,6 @@
 """Watching compilation and speed: what happens once is the start, what happens again is an alarm."""
 
+import importlib
 import importlib.util
 import threading
 import time
@@ -104,21 +105,26 @@ class DeviceWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._samples: list[float] = []
+        self._sum, self._count = 0.0, 0
         self.latest = -1.0  # share at the last sample
         if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
             threading.Thread(target=self._sample, args=(device,), name="device-watch", daemon=True).start()
 
     def take(self) -> float:
         """Share of the time since the last call with a kernel running; -1 if unknown."""
-        samples, self._samples = self._samples, []
-        return sum(samples) / len(samples) / 100 if samples else -1.0
+        mean = self._sum / self._count if self._count else -1.0
+        self._sum, self._count = 0.0, 0
+        return mean
 
     def _sample(self, device: torch.device) -> None:
+        nvml_error = importlib.import_module("pynvml").NVMLError
         while True:
-            percent = float(torch.cuda.utilization(device))
-            self._samples.append(percent)
-            self.latest = percent / 100
+            try:
+                self.latest = torch.cuda.utilization(device) / 100
+            except (nvml_error, RuntimeError):  # not permitted, a part of a GPU, a lost one: not known any more
+                self.latest = -1.0
+                return
+            self._sum, self._count = self._sum + self.latest, self._count + 1
             time.sleep(SAMPLE_SECONDS)
 
 
@@ -128,13 +134,17 @@ class StallWatch:
     The main thread then waits in a collective or for a pack and can say nothing; the channel's timeout, which ends the
     job, is much longer.
 
+    Saving is left out: it may take its time, and has errors of its own.
+
     Args:
         situation: of this rank.
+        timeout_s: the channel's; half of it is the longest that a standstill goes unnoticed.
         report: takes the alarm, once a standstill.
     """
 
-    def __init__(self, situation: Situation, report: Callable[[str], None]) -> None:
+    def __init__(self, situation: Situation, timeout_s: float, report: Callable[[str], None]) -> None:
         self._situation, self._report, self._closed = situation, report, threading.Event()
+        self._most_s = timeout_s / 2
         threading.Thread(target=self._watch, name="stall-watch", daemon=True).start()
 
     def close(self) -> None:
@@ -149,7 +159,8 @@ class StallWatch:
                 longest = longest if told else max(longest, since - began)
                 began, told = since, False
             age = time.monotonic() - since
-            if age > max(STALL_SECONDS, 3 * longest) and not told:
+            limit = min(max(STALL_SECONDS, 3 * longest), self._most_s)
+            if age > limit and not told and not doing.startswith("saving"):
                 told = True
                 missing = "; ".join(self._situation.missing()) or "no rank on this host is gone or stopped"
                 self._report(f"no progress for {age:.0f} s, {doing}: {missing}")
