@@ -366,8 +366,8 @@ def test_a_poisoned_step_is_skipped_by_all(straight: Path, monkeypatch: pytest.M
     """One pack of 2 drafter ranks' step 3 has an infinite loss: no weight moves, the run goes on, the pack is named."""
     plain = DraftStep.loss
 
-    def poisoned(self: DraftStep, pack: Any, tally: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        loss_sum, weight_sum = plain(self, pack, tally)
+    def poisoned(self: DraftStep, pack: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_sum, weight_sum = plain(self, pack, *rest)
         return (loss_sum * float("inf") if pack.item.number == 13 else loss_sum), weight_sum
 
     monkeypatch.setattr(DraftStep, "loss", poisoned)
