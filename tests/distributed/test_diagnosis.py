@@ -6,13 +6,16 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from dflash_data.packs import Collator
 from dflash_data.target import ShardedTarget
@@ -165,6 +168,23 @@ def test_a_frozen_rank_is_named_while_the_others_wait(tmp_path: Path) -> None:
         r"ALARM: no progress for \d s, training step 7: drafter rank 3 \(pid \d+\) is stopped", found[0]
     )
     assert rows[-1]["step"] == SLOW["trainer.steps"]
+
+
+def test_the_recompile_limit_ends_the_job(tmp_path: Path) -> None:
+    """One graph is allowed; the first layer's input needs no gradient and the second one's does, so there are two."""
+    argv = settings(tmp_path / "job", QWEN3, **FEW, **{"trainer.compile": True, "evaluate.packs": 0})
+
+    def work(rank: int) -> str:
+        warnings.simplefilter("ignore")  # Dynamo looks at gradients of tensors that have none
+        torch._dynamo.config.recompile_limit = 1
+        torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="eager")  # type: ignore[assignment]
+        try:
+            run_job(check_job(parse(RunConfig, argv, ""), dist.get_world_size()))
+        except FailOnRecompileLimitHit:
+            return "it ended"
+        return "it went on, slower"
+
+    assert run_ranks(work, 1, tmp_path) == ["it ended"]
 
 
 def test_only_the_main_thread_computes(tmp_path: Path) -> None:

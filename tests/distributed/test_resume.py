@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_model import UserError
 from dflash_train.audit import audit, report
@@ -98,6 +99,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(straight: Path, moment: str
     saved = list_checkpoints(folder / "run" / "checkpoints")
     assert saved[-1:] == ([step] if step else [])
     assert audit(folder / "run").exact if step else not saved
+    board = EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
+    written = [event.step for event in board.Scalars("Train/loss")] if "Train/loss" in board.Tags()["scalars"] else []
+    assert written == [row["step"] for row in logged(folder)], "nothing of the last seconds is lost"
     run(folder, 3, QWEN3, **SPARSE)
     assert_same_ending(straight, folder, STEPS)
     assert audit(folder / "run").exact

@@ -266,6 +266,11 @@ class RunLog:
             f" {result.mean:.3f} per prompt ({len(result.tokens)} prompts)"
         )
 
+    def flush(self) -> None:
+        """Write what the board still holds."""
+        with self._never_in_the_way("tensorboard"):
+            self.board.flush()
+
     def close(self) -> None:
         """Flush, and print what the run achieved."""
         self.board.close()

@@ -303,7 +303,11 @@ def _train(
     )  # fmt: skip
     if log is not None:
         logger.info(f"drafter ready in {time.perf_counter() - began:.1f} s")
-    trainer.run()
+    try:
+        trainer.run()
+    finally:  # whatever ends it: the board's own thread may be 10 s behind
+        if log is not None:
+            log.flush()
     if log is None:
         return
     if stop.agreed_step is None:
