@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import platform
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,7 +10,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from omegaconf import OmegaConf
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -25,7 +23,7 @@ from dflash_data.target import ShardedTarget, find_target, write_random_target
 from dflash_model import UserError
 from dflash_train.channel import ChannelError, LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
-from dflash_train.config import DrafterSection
+from dflash_train.describe import describe, facts_for_card, origin
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes, make_meshes
@@ -33,7 +31,6 @@ from dflash_train.metrics import STARTS, RunLog, append, logger, start_logging
 from dflash_train.resume import check_files, clear_leftovers, find_position
 from dflash_train.retention import Retention
 from dflash_train.situation import Situation
-from dflash_train.start import BorrowedLayers
 from dflash_train.stop import Stop, same_command
 from dflash_train.titan import peak_flops
 from dflash_train.trainer import Course, Trainer, make_packs
@@ -280,7 +277,7 @@ def _train(
         )
         if not course.heldout_chunks:
             logger.info("no held-out rows: evaluation is off")
-        start = "starting" + _origin(job)
+        start = "starting" + origin(job)
         begin = f"resuming at step {course.position.step}" if course.position.step else start
         for change in changes:
             logger.info(f"allowed by resume.allow: {change}")
@@ -315,50 +312,6 @@ def _train(
     else:
         kept = f"saved as step-{stop.agreed_step}" if stop.agreed_step else "nothing trained yet"
         logger.info(f"stopped behind step {stop.agreed_step} ({stop.reason}), {kept}. To go on: {same_command()}")
-
-
-def describe(job: Job) -> str:
-    """Settings, versions and command line, as Markdown."""
-    settings = OmegaConf.to_yaml(OmegaConf.structured(job.config))
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return f"{versions}\n\n    {same_command()}\n\n" + "".join(f"    {line}\n" for line in settings.splitlines())
-
-
-def _origin_for_card(section: DrafterSection) -> str | None:
-    if section.init_from_target:
-        return "the target's last layers"
-    return section.init_from and Path(section.init_from).expanduser().absolute().name
-
-
-def _origin(job: Job) -> str:
-    section = job.config.drafter
-    if section.init_from is not None:
-        return f" from the drafter at {section.init_from}"
-    if section.init_from_target:
-        return f" from the target's last layers ({' and '.join(BorrowedLayers(job.target, job.drafter).parts)})"
-    return ""
-
-
-def facts_for_card(job: Job) -> dict[str, Any]:
-    """What an exported drafter's model card tells beside the run's identity; file names only, no machine's paths."""
-    data, named = job.open_data(), job.config.target.path
-    hub_name = named is not None and not Path(named).expanduser().exists()
-    ledger = data.ledger
-    return {
-        "target": named if hub_name else job.target.name,
-        "init_from": _origin_for_card(job.config.drafter),
-        "data": {
-            "sources": [
-                Path(path).name for path, _, _, heldout, *_ in ledger.settings.get("sources", []) if not heldout
-            ]
-            or ["synthetic"],
-            "rows": ledger.rows["train"],
-            "tokens": ledger.tokens["train"],
-            "supervised_tokens": ledger.supervised_tokens["train"],
-            "longest": int(data.train.lengths.max()),
-            "generated_by": dict(ledger.generated_by + ledger.heldout_by),
-        },
-    }
 
 
 def leave(stop: Stop, situation: Situation, limit: float) -> None:
