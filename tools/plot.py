@@ -45,7 +45,7 @@ class PlotConfig:
     config: str = key("", "YAML file that the other keys override")
     runs: list[str] = key([], f"run folders (run.dir), at most {len(COLOURS)}")
     names: list[str] = key([], "what the legends call them; default: the folders' names")
-    out: str = key("docs/images", "folder of the pictures")
+    out: str = key("", "folder of the pictures; default: plots in the first run's folder")
     x: str = key("step", "the axis of loss and acceptance: step or tokens")
 
 
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"x is {config.x}; it takes {' or '.join(PLACES)}")
     names = names or [folder.resolve().name for folder in folders]
     runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
-    out = Path(config.out).expanduser()
+    out = Path(config.out).expanduser() if config.out else folders[0] / "plots"
     out.mkdir(parents=True, exist_ok=True)
     for picture in VALUES:
         write(out / f"{picture}.svg", runs, config.x)

@@ -146,6 +146,7 @@ class RunLog:
         self.eta_from: tuple[int, float] | None = None
         self.speed, self.told, self.verdicts = SpeedWatch(expected_tokens_s), "", 0
         self.unwritable: set[str] = set()
+        self.last_step = start_step
         self._text("run", description, start_step)
 
     def _last_tau(self) -> float | None:
@@ -166,6 +167,7 @@ class RunLog:
             memory_gib: most that was allocated.
             packs: ranges of numbers trained on since the line before.
         """
+        self.last_step = step
         mfu = accounts.packs_s * self.flops_per_pack / self.peak if self.peak else None
         verdict, rates = judge(accounts), accounts.rates()
         record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
@@ -203,6 +205,11 @@ class RunLog:
         with self._never_in_the_way("tensorboard"):
             self.board.add_text(tag, text, step)
 
+    def alarm(self, alarm: str) -> None:
+        """In the log, and on the board's page of texts."""
+        self._text("alarm", alarm, self.last_step)
+        logger.warning(f"ALARM: {alarm}")
+
     def _tell(self, step: int, verdict: Verdict, accounts: Accounts) -> None:
         """The evidence when the verdict is a new one, what other splits would do once, and the loss of speed."""
         account = f"{verdict} ({accounts.sentence()})"
@@ -216,8 +223,7 @@ class RunLog:
             logger.info(f"expected packs/s by split: {told}")
         alarm = self.speed.add(accounts.tokens_s, account)
         if alarm is not None:
-            self._text("alarm", alarm, step)
-            logger.warning(f"ALARM: {alarm}")
+            self.alarm(alarm)
 
     def _line(
         self, step: int, values: dict[str, float], accounts: Accounts, verdict: Verdict, mfu: float | None

@@ -276,7 +276,7 @@ def _train(
             expected_tokens_s=expected * 1e3 if (expected := job.config.trainer.expected_ktok_s) else None,
         )
         if not course.heldout_chunks:
-            logger.info("no held-out rows: evaluation is off")
+            logger.info("no held-out rows, or evaluate.packs is 0: evaluation is off")
         start = "starting" + origin(job)
         begin = f"resuming at step {course.position.step}" if course.position.step else start
         for change in changes:

@@ -82,7 +82,10 @@ class Situation:
     def last_words(self, problem: str) -> None:
         """Print one line to stderr and to the run's log: who is missing, who says so, doing what, the last pack."""
         last = f" (last {self.item.stream.name.lower()} pack {self.item.number})" if self.item else ""
-        line = "error: " + "; ".join([*self.missing(), f"{self.role} {self.rank}, {self.doing}{last}: {problem}"])
+        self.say("error: " + "; ".join([*self.missing(), f"{self.role} {self.rank}, {self.doing}{last}: {problem}"]))
+
+    def say(self, line: str) -> None:
+        """Print a line to stderr and to the run's log, on any rank."""
         _say(line)
         if self.log is not None:
             try:

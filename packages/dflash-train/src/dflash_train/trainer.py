@@ -49,6 +49,7 @@ def make_packs(
 ) -> None:  # fmt: skip
     """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
     settled, devices = False, DeviceWatch(meshes.device)
+    stalls: StallWatch | None = None
     situation.at("making the first pack")
     clock.take()  # what came before is the start
     for made in packs:
@@ -63,11 +64,18 @@ def make_packs(
         if not settled and made.pack.item.index >= timeouts.settled:
             meshes.settle(timeouts.later)
             settled = True
+            if meshes.rank == 0:  # the first drafter rank tells of everybody but itself
+                stalls = StallWatch(
+                    situation, timeouts.later, lambda alarm: situation.say(f"ALARM: {alarm}"),
+                    only_if=next(peer.rank for peer in situation.peers if peer.role == "drafter rank"),
+                )  # fmt: skip
         if made.pack.item.stream is not Stream.PADDING:
             with clock.stage("send"):
                 channel.send(made)
         situation.at("making the next pack")
     situation.at("waiting for the drafter ranks")
+    if stalls is not None:
+        stalls.close()
     channel.close()
 
 
@@ -114,7 +122,7 @@ class Trainer:
         self.group = meshes.drafter.get_group()
         self.receiver, self.checkpointer, self.log = receiver, checkpointer, log
         self.stop, self.situation, self.clock = stop, situation, clock
-        self.compiling = CompileWatch(lambda alarm: logger.warning(f"ALARM: {alarm}"))
+        self.compiling = CompileWatch(self._alarm)
         self.devices = DeviceWatch(meshes.device)
         self.drafter = build_drafter(job, meshes)
         self.optimizers, self.lr_schedule = build_optimizer(
@@ -185,10 +193,7 @@ class Trainer:
             self.compiling.settle()
             if self.log is not None:
                 self.situation.at("training")  # what came before compiled
-                self.stalls = StallWatch(
-                    self.situation, self.job.config.channel.timeout_seconds,
-                    lambda alarm: logger.warning(f"ALARM: {alarm}"),
-                )  # fmt: skip
+                self.stalls = StallWatch(self.situation, self.job.config.channel.timeout_seconds, self._alarm)
         if logs:
             with self.clock.stage("log"):
                 self._write_log(segment.step)
@@ -199,6 +204,13 @@ class Trainer:
             self._finish_save(wait=True)
             raise SkippedStepsError(self.finite.sentence())
 
+    def _alarm(self, alarm: str) -> None:
+        """On any rank and thread."""
+        if self.log is not None:
+            self.log.alarm(alarm)
+        else:
+            logger.warning(f"ALARM: {alarm}")
+
     @contextmanager
     def _traced(self, step: int) -> Iterator[None]:
         """Write a trace of the step if ``profile.steps`` names it."""
@@ -206,11 +218,13 @@ class Trainer:
             yield
             return
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.meshes.device.type == "cuda" else [])]
-        with profile(activities=kinds) as trace:
-            yield
-        folder = self.job.run_dir / "profile"
-        folder.mkdir(exist_ok=True)
-        trace.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
+        folder, trace = self.job.run_dir / "profile", profile(activities=kinds)
+        trace.start()
+        yield
+        with self.clock.stage("log"):
+            trace.stop()
+            folder.mkdir(exist_ok=True)
+            trace.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
         logger.info(f"traced step {step}: {folder / f'step-{step}.json.gz'}, for ui.perfetto.dev")
 
     def train_step(self, numbers: range, *, logs: bool) -> None:
@@ -361,7 +375,7 @@ class Trainer:
         numbers: list[list[int]] = [[] for _ in range(split.num_drafters)]
         dist.all_gather_object(numbers, self.interval.numbers, group=self.meshes.control)
         for reason in compiled.reasons:
-            logger.warning(f"ALARM: compiled again on drafter rank {self.meshes.rank}: {reason}")
+            self._alarm(f"compiled again on drafter rank {self.meshes.rank}: {reason}")
         if self.log is not None:
             values = Tally.read(sums, self.job.drafter.block_size)
             values |= {"grad_norm": grad_norm, "lr": self.lr, "skipped": self.finite.skipped}

@@ -199,7 +199,10 @@ def _slow_drafters(seen: Accounts) -> Verdict:
     each = seen.split.num_drafters / max(seen.drafter_packs_s, 1e-9)
     target = seen.split.num_targets / max(seen.target_packs_s, 1e-9)
     return Verdict(
-        "drafter-bound", f"a drafter rank takes {each:.3g} s a pack, a target rank {target:.3g} s", _better(seen)
+        "drafter-bound",
+        f"a drafter rank takes {each:.3g} s a pack, a target rank {target:.3g} s (in all {seen.drafter_packs_s:.3g} and"
+        f" {seen.target_packs_s:.3g} packs/s)",
+        _better(seen),
     )
 
 

@@ -140,10 +140,14 @@ class StallWatch:
         situation: of this rank.
         timeout_s: the channel's; half of it is the longest that a standstill goes unnoticed.
         report: takes the alarm, once a standstill.
+        only_if: report only if this rank is gone or stopped; the one that reports everything else.
     """
 
-    def __init__(self, situation: Situation, timeout_s: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, situation: Situation, timeout_s: float, report: Callable[[str], None], only_if: int | None = None
+    ) -> None:
         self._situation, self._report, self._closed = situation, report, threading.Event()
+        self._only_if = only_if
         self._most_s = timeout_s / 2
         threading.Thread(target=self._watch, name="stall-watch", daemon=True).start()
 
@@ -151,16 +155,27 @@ class StallWatch:
         """Stop watching."""
         self._closed.set()
 
+    def _concerns(self) -> bool:
+        return self._only_if is None or any(
+            peer.rank == self._only_if and peer.condition() for peer in self._situation.peers
+        )
+
     def _watch(self) -> None:
         began, longest, told = self._situation.since, 0.0, False  # longest: of what came to an end
+        looked = time.monotonic()
         while not self._closed.wait(STALL_SECONDS / 10):
+            asleep, looked = time.monotonic() - looked, time.monotonic()
             since, doing = self._situation.since, self._situation.doing
+            if asleep > STALL_SECONDS / 2:  # this process was stopped: nobody else is to blame
+                self._report(f"this rank itself was stopped for {asleep:.0f} s, {doing}")
+                began, told = since, True
+                continue
             if since != began:
                 longest = longest if told else max(longest, since - began)
                 began, told = since, False
             age = time.monotonic() - since
             limit = min(max(STALL_SECONDS, 3 * longest), self._most_s)
-            if age > limit and not told and not doing.startswith("saving"):
+            if age > limit and not told and not doing.startswith("saving") and self._concerns():
                 told = True
                 missing = "; ".join(self._situation.missing()) or "no rank on this host is gone or stopped"
                 self._report(f"no progress for {age:.0f} s, {doing}: {missing}")
