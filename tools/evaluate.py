@@ -241,6 +241,20 @@ def replay_stored(bench: Bench) -> dict[str, Any]:
     return name | summary(texts, domains, bench.drafter.config.block_size)
 
 
+def measure_locally(bench: Bench) -> dict[str, Any]:
+    """Decode at every temperature, or replay."""
+    config = bench.config
+    if not config.decode:
+        report = replay_stored(bench)
+        print_replay(report, config.target.dtype)
+        return {"replay": report}
+    reports = []
+    for temperature in config.temperatures:
+        reports.append(evaluate_locally(bench, temperature))
+        print_local(reports[-1], config.target.dtype)
+    return {"local": reports}
+
+
 def domain_of(row: Prompt) -> str:
     """What a row says it is about."""
     return str(row.row.get("domain", "all"))
@@ -300,14 +314,7 @@ def main(argv: list[str]) -> int:
         ]
     if bench is not None:
         result["drafter"] = to_published(bench.drafter.config)
-        result["local"] = []
-        if not config.decode:
-            result["replay"] = replay_stored(bench)
-            print_replay(result["replay"], config.target.dtype)
-        for temperature in config.temperatures if config.decode else []:
-            report = evaluate_locally(bench, temperature)
-            print_local(report, config.target.dtype)
-            result["local"].append(report)
+        result |= measure_locally(bench)
     print(json.dumps(finite(result), allow_nan=False))
     return 0
 

@@ -100,12 +100,12 @@ def tiny_target(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
     auto = AutoModelForImageTextToText if family == "qwen3_5_vl" else AutoModelForCausalLM
     model = auto.from_config(FAMILIES[family](), dtype=dtype).eval()
     if family not in PLAIN:
-        _spread(model)
+        spread(model)
     return model
 
 
 @torch.no_grad()
-def _spread(model: PreTrainedModel) -> None:
+def spread(model: PreTrainedModel) -> None:
     """Constants (norms, biases, layer scalars) are lowered by a half, with noise; matrices get four times their 0.02.
 
     Rolling any one tensor of the new families by a row then changes outputs by 2e-4 or more, mostly by over 1e-3, and

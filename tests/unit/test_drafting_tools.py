@@ -96,7 +96,7 @@ def test_stored_answers_are_replayed(world: Path, capsys: pytest.CaptureFixture[
     assert evaluate.main([*pair(world), f"prompts={path}", "decode=false"]) == 0
     out = capsys.readouterr()
     report = json.loads(out.out.splitlines()[-1])
-    assert report["local"] == []
+    assert "local" not in report
     assert "1 rows are left out" in out.err
     target = AutoModelForCausalLM.from_pretrained(world / "target", dtype=torch.float32)
     drafter, tokenizer = load_drafter(world / "dflash", dtype=torch.float32), chat_tokenizer()

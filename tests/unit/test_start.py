@@ -13,7 +13,7 @@ from dflash_model.taps import context_features, decoder_layers, decoder_of
 from dflash_train.config import DrafterSection
 from dflash_train.drafter_config import drafter_config
 from dflash_train.start import BorrowedLayers, initial_tensors
-from support.tiny import SIZES, _spread, tiny_target
+from support.tiny import SIZES, spread, tiny_target
 
 
 def started(folder: Path, **section: Any) -> Drafter:
@@ -30,7 +30,7 @@ def saved(family: str, folder: Path) -> Any:
     """A random target with norms that are not one."""
     target = tiny_target(family)
     with torch.no_grad():
-        _spread(target)
+        spread(target)
     target.save_pretrained(folder)
     return target
 

@@ -28,12 +28,13 @@ from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes, make_meshes
 from dflash_train.metrics import STARTS, RunLog, append, logger, start_logging
+from dflash_train.producer import make_packs
 from dflash_train.resume import check_files, clear_leftovers, find_position
 from dflash_train.retention import Retention
 from dflash_train.situation import Situation
 from dflash_train.stop import Stop, same_command
 from dflash_train.titan import peak_flops
-from dflash_train.trainer import Course, Trainer, make_packs
+from dflash_train.trainer import Course, Trainer
 
 SYNTHETIC_LENGTH = 96  # longest synthetic document: a few in every row
 

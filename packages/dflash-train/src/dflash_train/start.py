@@ -1,8 +1,7 @@
 """Start values of a drafter: drawn, of another drafter, or of the target's own last layers.
 
 A drafter layer has the parts of a pre-norm decoder layer, and by default their sizes in the target too. Started as the
-target's last layers it begins with what they know: on SmolLM2-135M the loss after 250 steps is what drawn weights
-reach after more than 600 (docs/LOG.md). No published DFlash trainer does this.
+target's last layers it begins with what they know (docs/LOG.md has what that was worth).
 """
 
 import math
@@ -50,10 +49,10 @@ class BorrowedLayers:
     """The target's last layers as those of a drafter.
 
     Attention is taken if heads and their size are the drafter's and all of a head is rotated, the MLP if its three
-    matrices have the drafter's shapes; biases are left out.
-    A drafter's keys and values of the context bypass the norm before attention, so the norm's weights go into the
-    matrices behind it. Context features start as the last tapped layer's output. A target without norms of queries
-    and keys gets drafter norms as large as queries and keys are for inputs without direction.
+    matrices have the drafter's shapes; biases are left out. A drafter's keys and values of the context bypass the norm
+    before attention, so the norm's weights go into the matrices behind it. Context features start as the last tapped
+    layer's output. A target without norms of queries and keys gets drafter norms as large as queries and keys are for
+    inputs without direction.
 
     Attributes:
         parts: ``attention``, ``mlp`` or both: what is taken.
@@ -94,7 +93,7 @@ class BorrowedLayers:
     def tensor(self, name: str) -> Tensor | None:
         """A parameter of the drafter, fp32 on the CPU; None where its drawn values stay."""
         if name == "norm.weight":
-            return self._gain(self._decoder, "norm", self._config.hidden_size)
+            return self._gain("norm", self._config.hidden_size)
         if name == "fc.weight" and "attention" in self.parts:
             fused = torch.zeros(self._shapes[name])
             fused[:, -fused.shape[0] :] = torch.eye(fused.shape[0])
@@ -102,25 +101,26 @@ class BorrowedLayers:
         if not name.startswith("layers."):
             return None
         _, index, part, *rest = name.split(".")
+        layer = f"layers.{self._first + int(index)}"
         if "attention" in self.parts and part == "self_attn":
-            return self._attention(int(index), rest[0])
+            return self._attention(layer, rest[0], self._shapes[name])
         if "mlp" in self.parts and part == "mlp":
-            return self._read(int(index), f"mlp.{rest[0]}.weight")
+            return self._read(f"{layer}.mlp.{rest[0]}", self._shapes[name])
         if "mlp" in self.parts and part == "post_attention_layernorm":
-            return self._gain(self._layers[int(index)], part, self._config.hidden_size, int(index))
+            return self._gain(f"{layer}.{part}", self._config.hidden_size)
         return None
 
-    def _attention(self, index: int, part: str) -> Tensor:
-        attention, head_dim = self._layers[index].get_submodule("self_attn"), self._config.head_dim
-        if part.endswith("_norm"):
-            if part in dict(attention.named_children()):
-                return self._gain(attention, part, head_dim, index, "self_attn.")
-            rows = self._attention(index, part.replace("norm", "proj"))
-            return torch.full((head_dim,), math.sqrt(float(rows.square().sum(1).mean())))
-        matrix = self._read(index, f"self_attn.{part}.weight")
+    def _attention(self, layer: str, part: str, shape: torch.Size) -> Tensor:
+        place = f"{layer}.self_attn.{part}"
         if part == "o_proj":
-            return matrix
-        return matrix * self._gain(self._layers[index], "input_layernorm", matrix.shape[1], index)
+            return self._read(place, shape)
+        if part.endswith("_proj"):
+            return self._read(place, shape) * self._gain(f"{layer}.input_layernorm", shape[1])
+        if part in dict(self._decoder.get_submodule(f"{layer}.self_attn").named_children()):
+            return self._gain(place, shape[0])
+        matrix = part.replace("norm", "proj")
+        rows = self._attention(layer, matrix, self._shapes[f"layers.0.self_attn.{matrix}.weight"])
+        return torch.full(shape, math.sqrt(float(rows.square().sum(1).mean())))
 
     def _fits(self, part: str, names: tuple[str, ...]) -> bool:
         """Whether these matrices have the drafter's shapes in every layer."""
@@ -131,18 +131,18 @@ class BorrowedLayers:
             for name in names
         )
 
-    def _read(self, index: int, name: str) -> Tensor:
-        tensor = torch.empty(self._shapes[f"layers.{index}.{name}"])
-        self._files.read_into({f"{self._files.prefix}layers.{self._first + index}.{name}": tensor})
+    def _read(self, place: str, shape: torch.Size) -> Tensor:
+        """The weight of a module of the target's decoder."""
+        tensor = torch.empty(shape)
+        self._files.read_into({f"{self._files.prefix}{place}.weight": tensor})
         return tensor
 
-    def _gain(self, owner: nn.Module, name: str, size: int, index: int | None = None, inside: str = "") -> Tensor:
+    @torch.no_grad()
+    def _gain(self, place: str, size: int) -> Tensor:
         """What a norm multiplies by, whatever it adds to its stored weights: its output for a vector of ones."""
-        norm = owner.get_submodule(name).to_empty(device="cpu")
-        place = f"{inside}{name}.weight" if index is None else f"layers.{self._first + index}.{inside}{name}.weight"
-        with torch.no_grad():
-            self._files.read_into({self._files.prefix + place: norm.get_parameter("weight").data})
-            return norm(torch.ones(1, size))[0]
+        norm = self._decoder.get_submodule(place).to_empty(device="cpu")
+        norm.get_parameter("weight").copy_(self._read(place, torch.Size([size])))
+        return norm(torch.ones(1, size))[0]
 
 
 def _is_pre_norm(layer: nn.Module) -> bool:

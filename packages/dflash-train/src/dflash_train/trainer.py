@@ -1,4 +1,4 @@
-"""The two loops of the job: target ranks make packs, drafter ranks train on them."""
+"""The loop of a drafter rank: it trains on the packs that come, evaluates, saves and tells."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from dflash_data.clock import OTHER, StageClock
+from dflash_data.clock import StageClock
 from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack
-from dflash_data.pipeline import MadePack
 from dflash_data.schedule import Schedule, Segment, Stream
 from dflash_model import Drafter
 from dflash_model.stopwatch import Stopwatch, measured
 from dflash_train.acceptance import Acceptance, Rounds
-from dflash_train.channel import Receiver, SendingChannel, Timeouts
+from dflash_train.channel import Receiver
 from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.evaluate import evaluate_pack
 from dflash_train.finite import FiniteWatch
@@ -41,42 +40,6 @@ EVALUATE_STOP_PACKS = 4  # held-out packs between two looks for a stop
 
 class SkippedStepsError(RuntimeError):
     """Too many steps in a row had gradients that are not finite."""
-
-
-def make_packs(
-    packs: Iterable[MadePack], channel: SendingChannel, meshes: Meshes, timeouts: Timeouts, stop: Stop,
-    situation: Situation, clock: StageClock,
-) -> None:  # fmt: skip
-    """The loop of a target rank: run the target, hand the result over, keep in step with the other target ranks."""
-    settled, devices = False, DeviceWatch(meshes.device)
-    stalls: StallWatch | None = None
-    situation.at("making the first pack")
-    clock.take()  # what came before is the start
-    for made in packs:
-        situation.at("handing a pack over", made.pack.item)
-        with clock.stage("agree"):
-            ended = stop.targets_agree(meshes.control)
-        if ended:
-            break
-        spent = clock.take()
-        made.stats |= {f"{stage}_s": float(spent[stage]) for stage in ("agree", "send", OTHER)}
-        made.stats["busy"] = devices.latest
-        if not settled and made.pack.item.index >= timeouts.settled:
-            meshes.settle(timeouts.later)
-            settled = True
-            if meshes.rank == 0:  # the first drafter rank tells of everybody but itself
-                stalls = StallWatch(
-                    situation, timeouts.later, lambda alarm: situation.say(f"ALARM: {alarm}"),
-                    only_if=next(peer.rank for peer in situation.peers if peer.role == "drafter rank"),
-                )  # fmt: skip
-        if made.pack.item.stream is not Stream.PADDING:
-            with clock.stage("send"):
-                channel.send(made)
-        situation.at("making the next pack")
-    situation.at("waiting for the drafter ranks")
-    if stalls is not None:
-        stalls.close()
-    channel.close()
 
 
 def build_drafter(job: Job, meshes: Meshes) -> Drafter:
@@ -133,7 +96,7 @@ class Trainer:
             job.target, dtype=DTYPES[job.config.target.dtype], device=meshes.device, norm=loss.kind != "ce"
         )
         self.draft = DraftStep(
-            self.drafter, ends, DTYPES[job.config.trainer.dtype], job.config.loss.chunk_rows,
+            self.drafter, ends, DTYPES[job.config.trainer.dtype], loss.chunk_rows,
             sparse=meshes.device.type == "cuda",
             compiled=job.config.trainer.compile and meshes.device.type == "cuda",
             objective=Objective(loss.kind, loss.dpace_alpha if loss.weighting == "dpace" else None),
@@ -141,10 +104,9 @@ class Trainer:
         self.own_rank = job.split.drafter_rank(meshes.rank) or 0
         self.tally = Tally(job.drafter.block_size, meshes.device)
         self.interval = Interval.empty(job.split.num_targets)
-        self.parts: Stopwatch | None = None
         self.evaluated = False
         self.stalls: StallWatch | None = None
-        self.grad_norm, self.lr, self.noise = torch.zeros((), device=meshes.device), 0.0, 0.0
+        self.grad_norm, self.lr = torch.zeros((), device=meshes.device), 0.0
         position = course.position
         self.finite = FiniteWatch(job.config.trainer.max_skipped_steps, position.skipped, position.skipped_in_a_row)
         if position.step:
@@ -183,10 +145,9 @@ class Trainer:
         """One step and what belongs to it: its log line, the news of saving, the watch over gradients."""
         self.situation.at(f"training step {segment.step}")
         logs = self._is_due(segment.step, self.job.config.log.interval) or segment.step == 1
+        parts = Stopwatch(self.meshes.device) if logs else None
         with self._traced(segment.step):
-            trainer = self.job.config.trainer
-            self.noise = trainer.context_noise * (1 - (segment.step - 1) / trainer.steps)
-            self.train_step(range(segment.first_number, segment.first_number + segment.count), logs=logs)
+            self.train_step(segment, parts)
         collector.run(segment.step)
         if segment.step == self.course.position.step + 1:
             self.meshes.settle(self.job.config.channel.timeout_seconds)
@@ -194,9 +155,9 @@ class Trainer:
             if self.log is not None:
                 self.situation.at("training")  # what came before compiled
                 self.stalls = StallWatch(self.situation, self.job.config.channel.timeout_seconds, self._alarm)
-        if logs:
+        if parts is not None:
             with self.clock.stage("log"):
-                self._write_log(segment.step)
+                self._write_log(segment.step, parts)
         self._finish_save(wait=False)
         if self.finite.too_many:
             self.stop.end(segment.step, first=self.own_rank == 0)
@@ -227,15 +188,23 @@ class Trainer:
             trace.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
         logger.info(f"traced step {step}: {folder / f'step-{step}.json.gz'}, for ui.perfetto.dev")
 
-    def train_step(self, numbers: range, *, logs: bool) -> None:
-        """One optimizer step over this rank's share of the packs with these numbers.
+    def _noise(self, step: int) -> float:
+        """Standard deviation of the noise on the context in a step."""
+        trainer = self.job.config.trainer
+        return trainer.context_noise * (1 - (step - 1) / trainer.steps)
+
+    def train_step(self, segment: Segment, parts: Stopwatch | None) -> None:
+        """One optimizer step over this rank's share of the segment's packs.
 
         The numerators of the loss are backpropagated; gradients, averaged over ranks by FSDP, are scaled once by
         ``D / sum of weights`` over all ranks and micro-steps, so a token's weight does not depend on where it landed.
-        The parts of a step that logs are timed.
+
+        Args:
+            segment: of training.
+            parts: gets the times of the step's parts, if it logs.
         """
         weight_total = torch.zeros((), device=self.meshes.device)
-        parts = self.parts = Stopwatch(self.meshes.device) if logs else None
+        noise, numbers = self._noise(segment.step), range(segment.first_number, segment.first_number + segment.count)
         for micro in range(self.job.micro_steps):
             pack = self._receive()
             last = micro == self.job.micro_steps - 1
@@ -243,9 +212,9 @@ class Trainer:
             self.drafter.set_requires_gradient_sync(last)
             self.drafter.set_reshard_after_backward(last)
             with self.clock.stage("compute"):
-                if self.noise:
+                if noise:
                     width, seed = self.job.drafter.context_size, self.job.config.run.seed
-                    add_noise(pack.tensors["context_SE"], width, self.noise, seed, pack.item.number)
+                    add_noise(pack.tensors["context_SE"], width, noise, seed, pack.item.number)
                 loss_sum, weight_sum = self.draft.loss(pack, self.tally, parts)
                 with measured(parts, "backward"):
                     loss_sum.backward()
@@ -292,8 +261,7 @@ class Trainer:
         self.drafter.train()
         if not self.evaluated:  # a resumed run compiles its forward without gradients only now
             self.evaluated = True
-            if segment.step > self.course.position.step:
-                self.compiling.settle()
+            self.compiling.settle()
         self.receiver.waiting.take()  # an evaluation's waiting is not training's
         everyone: list[list[Rounds]] = [[] for _ in range(self.job.split.num_drafters)]
         dist.all_gather_object(everyone, mine, group=self.meshes.control)
@@ -339,11 +307,8 @@ class Trainer:
         parts: list[dict[str, Any]] = position.unlogged
         if len(parts) != self.job.split.num_drafters:
             sums = torch.tensor([part["sums"] for part in parts], dtype=torch.float64).sum(0).tolist()
-            whole: dict[str, Any] = {
-                "sums": sums,
-                "packs": sorted(number for part in parts for number in part["packs"]),
-            }
-            whole["tokens"] = sum(part["tokens"] for part in parts)
+            numbers = sorted(number for part in parts for number in part["packs"])
+            whole = {"sums": sums, "packs": numbers, "tokens": sum(part["tokens"] for part in parts)}
             nothing = {"sums": [0.0] * len(sums), "packs": [], "tokens": 0.0}
             parts = [whole, *[nothing] * (self.job.split.num_drafters - 1)]
         self.tally.sums += torch.tensor(parts[self.own_rank]["sums"], dtype=torch.float64, device=self.meshes.device)
@@ -360,7 +325,7 @@ class Trainer:
     def _is_due(self, step: int, interval: int) -> bool:
         return step % interval == 0 or step == self.job.config.trainer.steps
 
-    def _write_log(self, step: int) -> None:
+    def _write_log(self, step: int, parts: Stopwatch) -> None:
         """Reduce over the drafter ranks and write; the only place in training that waits for the device."""
         self._report_skipped(self.finite.settle())
         split, device = self.job.split, self.meshes.device
@@ -379,13 +344,12 @@ class Trainer:
         if self.log is not None:
             values = Tally.read(sums, self.job.drafter.block_size)
             values |= {"grad_norm": grad_norm, "lr": self.lr, "skipped": self.finite.skipped}
-            values |= {"context_noise": self.noise} if self.job.config.trainer.context_noise else {}
+            values |= {"context_noise": self._noise(step)} if self.job.config.trainer.context_noise else {}
             accounts = Accounts(split, self.job.config.trainer.packs_per_step, targets, drafters, device.type == "cuda")
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             packs = as_ranges(number for part in numbers for number in part)
-            assert self.parts is not None
-            parts = {name: self.parts.seconds(name) for name in self.parts.names}
-            self.log.step(step, values, accounts, parts=parts, memory_gib=memory, packs=packs)
+            seconds = {name: parts.seconds(name) for name in parts.names}
+            self.log.step(step, values, accounts, parts=seconds, memory_gib=memory, packs=packs)
         self.tally = Tally(self.job.drafter.block_size, device)
         self.interval = Interval.empty(split.num_targets)
 
