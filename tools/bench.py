@@ -1,6 +1,6 @@
-"""Time a part: python tools/bench.py step|target|decode|checkpoint|data|watch key=value… (step --help lists the keys)
+"""Time a part: python tools/bench.py MODE key=value…; MODE: step, target, pipeline, decode, checkpoint, data, watch
 
-Prints medians and spread; the last line is one JSON object.
+"tools/bench.py MODE --help" lists the keys of a mode. Prints medians and spread; the last line is one JSON object.
 """
 
 import json
@@ -8,6 +8,7 @@ import json
 from bench_checkpoint import bench_checkpoint
 from bench_data import bench_data
 from bench_decode import bench_decode
+from bench_pipeline import bench_pipeline
 from bench_step import bench_step
 from bench_target import bench_target
 from bench_watch import bench_watch
@@ -16,17 +17,20 @@ from dflash_train.cli import run_tool
 
 BENCHES = {
     "step": bench_step, "target": bench_target, "decode": bench_decode, "checkpoint": bench_checkpoint,
-    "data": bench_data, "watch": bench_watch,
+    "data": bench_data, "watch": bench_watch, "pipeline": bench_pipeline,
 }  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
     """Dispatch on the first word."""
     if argv[:1] in (["--help"], ["-h"], ["help"]):
-        argv = ["step", "--help"]
+        print(__doc__)
+        return 0
     if not argv or argv[0] not in BENCHES:
         raise UserError(f"the first word is {argv[0] if argv else 'missing'}; it takes {', '.join(BENCHES)}")
     result = BENCHES[argv[0]](argv[1:])
+    if result is None:  # another rank tells
+        return 0
     print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}))
     return 0
 

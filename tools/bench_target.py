@@ -36,9 +36,7 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     target = find_target(None, bench.target.config)
     rule = default_target_layer_ids(target.config.num_hidden_layers, 5)
     taps = bench.drafter.target_layer_ids or list(dict.fromkeys(rule))  # of few layers it names some twice
-    sharded = ShardedTarget(
-        target, tuple(taps), mesh=DeviceMesh(device.type, [0]), dtype=dtype, reshard=False, drawn=True
-    )
+    sharded = ShardedTarget(target, tuple(taps), mesh=DeviceMesh(device.type, [0]), dtype=dtype, reshard=False)
     eager = sharded.compile(bench.data.seq_len) if bench.target.compile and device.type == "cuda" else "compile is off"
     pack = random_row(bench, target.config.vocab_size)
     times = timed(lambda: sharded(pack), device, warmup=bench.warmup, repeats=bench.repeats)

@@ -27,7 +27,7 @@ def test_every_split_is_the_same_run(tmp_path: Path) -> None:
     straight = run(tmp_path / "one", 1, QWEN3)
     weights = load_file(tmp_path / "one" / "run" / "checkpoints" / f"step-{STEPS}" / "dflash" / "model.safetensors")
     assert [row["step"] for row in straight] == [1, 2, 3, 4]
-    assert straight[-1]["loss"] < straight[0]["loss"] - 0.03
+    assert straight[-1]["loss"] < straight[0]["loss"] - 0.02
     for name, ranks, changes in (
         ("both", 2, {"mesh.colocated": "true"}),
         ("1+1", 2, {}),
@@ -114,7 +114,7 @@ def test_resumed_on_another_split_equals_never_stopped(tmp_path: Path) -> None:
 
 
 def test_the_debug_configuration_runs_as_5_and_3(tmp_path: Path) -> None:
-    """The shipped file itself, all of its ranks; two starts, the second finds the first one's target and data."""
+    """The shipped file itself, all of its ranks; two starts, the second finds the first one's data."""
     argv = [
         f"config={ROOT / 'tools/configs/debug.yaml'}",
         f"run.dir={tmp_path / 'run'}",
@@ -126,11 +126,11 @@ def test_the_debug_configuration_runs_as_5_and_3(tmp_path: Path) -> None:
         run_job(check_job(parse(RunConfig, argv, ""), 8))
 
     for _ in range(2):
+        shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
         run_ranks(work, 8, tmp_path)
-        shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3]
-    argv.append("target.config.num_hidden_layers=12")
-    assert "target.config.layer_types" in run_ranks(refusal(argv), 1, tmp_path)[0]
+    argv += ["target.config.intermediate_size=256", "drafter.intermediate_size=128"]
+    assert "run.dir holds a run with target.files" in run_ranks(refusal(argv), 1, tmp_path)[0]
 
 
 def refusal(argv: list[str]) -> Callable[[int], str]:

@@ -35,6 +35,7 @@ from dflash_train.stop import Stop
 from dflash_train.trainer import SkippedStepsError
 from support.jobs import QWEN3, assert_same_ending, evaluations, logged, run, settings, state_of, without_times
 from support.ranks import run_ranks
+from support.tiny import tiny_target
 
 STEPS = 7
 SPARSE = {"trainer.steps": STEPS, "checkpoint.interval": 2, "log.interval": 3, "evaluate.interval": 2}
@@ -49,11 +50,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_like(straight: Path, name: str) -> Path:
-    """An empty run folder that shares data and target with the straight run."""
+    """An empty run folder that shares data with the straight run."""
     folder = straight.parent / name
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "run").mkdir(parents=True)
-    shutil.copytree(straight / "run" / "target", folder / "run" / "target")
     return folder
 
 
@@ -307,12 +307,14 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_target_with_other_weights_is_another_run(straight: Path) -> None:
     folder = start_like(straight, "other-target")
-    run_and_stop(folder, 1, 0, MOMENTS["in a step"], **SPARSE)
-    weights = folder / "run" / "target" / "model.safetensors"
+    tiny_target("qwen3").save_pretrained(folder / "target")
+    named = SPARSE | {"target.path": folder / "target", "target.config": "null"}
+    run_and_stop(folder, 1, 0, MOMENTS["in a step"], **named)
+    weights = folder / "target" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    sentence = run_ranks(outcome(settings(folder, QWEN3, **SPARSE), UserError), 1, folder)[0]
+    sentence = run_ranks(outcome(settings(folder, QWEN3, **named), UserError), 1, folder)[0]
     assert "run.dir holds a run with target.files" in sentence
 
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from conftest import Hold
 from dflash_data.packs import TokenPack
 from dflash_data.schedule import Stream, WorkItem
-from dflash_data.target import ShardedTarget, find_target, write_random_target
+from dflash_data.target import ShardedTarget, TargetModel, find_target
 from dflash_data.weights import TargetFiles
 from dflash_model.errors import UserError
 from support.ranks import run_ranks
@@ -168,11 +168,11 @@ REFUSED = {
 @pytest.mark.parametrize(("complaint", "config"), REFUSED.items(), ids=["gpt-oss", "lfm2"])
 def test_targets_that_leak_are_refused(complaint: str, config: PretrainedConfig, tmp_path: Path) -> None:
     """The mask that gpt-oss gets from transformers ignores positions; nobody splits LFM2's convolutions."""
-    write_random_target(config, tmp_path / "target", seed=0)
+    target = TargetModel(config, None, "described")
 
     def work(rank: int) -> str:
         with pytest.raises(UserError) as error:
-            sharded_target(tmp_path / "target", 1)
+            ShardedTarget(target, TAPS, mesh=DeviceMesh("cpu", [0]), dtype=torch.float32, reshard=True)
         return str(error.value)
 
     found = run_ranks(work, 1, tmp_path)[0]

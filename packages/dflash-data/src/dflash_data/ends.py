@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from dflash_data.target import TargetModel
-from dflash_data.weights import TargetFiles, rebuild_buffers
+from dflash_data.weights import RandomWeights, TargetFiles, rebuild_buffers
 from dflash_model.errors import UserError
 from dflash_model.taps import decoder_of
 
@@ -45,7 +45,7 @@ class FrozenEnds:
         Raises:
             UserError: there is no head and the configuration does not tie it to the embedding, or no final norm.
         """
-        files = TargetFiles.find(target.location)
+        files = target.weights()
         shape = (target.config.vocab_size, target.config.hidden_size)
         tied = target.config.tie_word_embeddings  # then a stored head, if any, is not what transformers uses
         head_name = None if tied else files.head_name()
@@ -78,7 +78,9 @@ def find_final_norm(target: TargetModel, dtype: torch.dtype) -> nn.Module:
     return norm
 
 
-def _final_norm(target: TargetModel, files: TargetFiles, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _final_norm(
+    target: TargetModel, files: TargetFiles | RandomWeights, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     norm = find_final_norm(target, dtype).to_empty(device=device)
     files.read_into({f"{files.prefix}norm.{name}": parameter.data for name, parameter in norm.named_parameters()})
     return norm.requires_grad_(False)

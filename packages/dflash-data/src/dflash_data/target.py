@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
-from transformers.utils.logging import disable_progress_bar
 
 from dflash_data.packs import TokenPack, staged
-from dflash_data.weights import TargetFiles, draw_module, load_module
+from dflash_data.weights import RandomWeights, TargetFiles, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
 
@@ -46,12 +45,22 @@ class TargetModel:
 
     @property
     def location(self) -> Path:
-        """The folder of a target that has one (an inline target gets one before it is loaded)."""
+        """The folder of a target that was found by its path."""
         assert self.folder is not None
         return self.folder
 
+    def weights(self) -> TargetFiles | RandomWeights:
+        """Where its weights come from.
+
+        Raises:
+            UserError: its folder has none.
+        """
+        return RandomWeights() if self.folder is None else TargetFiles.find(self.folder)
+
     def fingerprint(self) -> str:
         """Tells two checkpoints of one name apart: configuration, file sizes, and three places of each weight file."""
+        if self.folder is None:
+            return hashlib.sha256(self.config.to_json_string().encode()).hexdigest()
         known = hashlib.sha256((self.location / "config.json").read_bytes())
         for path in sorted(self.location.glob("*.safetensors")):
             size = path.stat().st_size
@@ -152,19 +161,6 @@ def _local_folder(path: str) -> Path:
         ) from error
 
 
-def write_random_target(config: PretrainedConfig, folder: Path, seed: int) -> None:
-    """Give an inline target random weights, on disk, so that it is loaded like any other.
-
-    The folder appears complete or not at all.
-    """
-    disable_progress_bar()
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    work = folder.with_name(folder.name + ".partial")
-    model.save_pretrained(work)
-    work.rename(folder)
-
-
 class PerDocument:
     """Runs a recurrent mixer document by document.
 
@@ -200,7 +196,6 @@ class ShardedTarget:
         mesh: DeviceMesh,
         dtype: torch.dtype,
         reshard: bool,
-        drawn: bool = False,
     ) -> None:
         """Build and load.
 
@@ -210,7 +205,6 @@ class ShardedTarget:
             mesh: the target ranks.
             dtype: of weights and features.
             reshard: free each layer's gathered weights after use.
-            drawn: random weights, drawn where they are kept, instead of the checkpoint's: to measure speed.
 
         Raises:
             UserError: weights are missing, or packed documents would see each other.
@@ -225,11 +219,7 @@ class ShardedTarget:
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(decoder, mesh=mesh, reshard_after_forward=reshard)
-        if drawn:
-            draw_module(decoder, self.device)
-        else:
-            files = TargetFiles.find(target.location)
-            load_module(decoder, files.prefix, files, self.device)
+        load_module(decoder, target.weights(), self.device)
         self.decoder, self._layers = decoder, layers
         self._taps = HiddenTaps(layers, layer_ids)
         mixers = (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET)

@@ -1,9 +1,11 @@
 """Target weights straight from safetensors, shard by shard.
 
 Every rank reads only the slices that it keeps, from memory-mapped files: no host copy of the model, no communication.
+A target that is only described gets random weights in their place, drawn where they are kept.
 """
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,6 +108,34 @@ class TargetFiles:
         return self.file_of[name]
 
 
+class RandomWeights:
+    """Weights of a target that has no files: to try a job out, and to measure its speed.
+
+    Matrices are N(0, 0.02), vectors are ones. A tensor's values depend on its name and on the kind of device alone, not
+    on who holds which rows.
+
+    Attributes:
+        prefix: as files would have it.
+    """
+
+    prefix = "model."
+
+    def head_name(self) -> str:
+        """There is a head, unless the configuration ties it."""
+        return "lm_head.weight"
+
+    def read_into(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors, sharded or not, by name."""
+        for name, tensor in tensors.items():
+            local, rows = own_rows(tensor)
+            if tensor.dim() < 2:
+                local.fill_(1)
+                continue
+            generator = torch.Generator(local.device).manual_seed(zlib.crc32(name.encode()))
+            whole = torch.empty(tensor.shape, device=local.device).normal_(0.0, 0.02, generator=generator)
+            local.copy_(whole[rows])
+
+
 def _opened(path: Path) -> Any:  # noqa: ANN401 - safetensors' handle, a context manager
     try:
         return safe_open(path, framework="pt")
@@ -159,21 +189,9 @@ def rebuild_buffers(module: PreTrainedModel) -> None:
     module.initialize_weights()
 
 
-def load_module(module: PreTrainedModel, prefix: str, files: TargetFiles, device: torch.device) -> None:
-    """Allocate ``module`` (built on meta, sharded or not), rebuild its buffers and read its weights."""
+def load_module(module: PreTrainedModel, weights: TargetFiles | RandomWeights, device: torch.device) -> None:
+    """Allocate a decoder (built on meta, sharded or not), rebuild its buffers and read its weights."""
     module.to_empty(device=device)
     rebuild_buffers(module)
     with torch.no_grad():
-        files.read_into({prefix + name: parameter.data for name, parameter in module.state_dict().items()})
-
-
-@torch.no_grad()
-def draw_module(module: PreTrainedModel, device: torch.device) -> None:
-    """Allocate ``module`` with random weights of usual size: matrices N(0, 0.02), vectors one."""
-    module.to_empty(device=device)
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, 0.02)
-        else:
-            parameter.fill_(1.0)
-    rebuild_buffers(module)
+        weights.read_into({weights.prefix + name: part.data for name, part in module.state_dict().items()})

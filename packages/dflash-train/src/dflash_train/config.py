@@ -98,6 +98,7 @@ class DataSection:
     synthetic_documents: int = key(
         0, "write this many random documents to data.path instead of needing a prepared dataset"
     )
+    synthetic_length: int = key(96, "tokens of the longest of these documents; the shortest has a quarter")
 
 
 @dataclass
@@ -175,7 +176,7 @@ class ChannelSection:
 class CheckpointSection:
     """Drafter weights, moments and step."""
 
-    interval: int = key(500, "steps between checkpoints; the last step is always saved")
+    interval: int = key(500, "steps between checkpoints, and the last step; 0: only where the run is stopped")
     keep: int = key(2, "newest checkpoints kept, beside the milestones and the best by held-out acceptance")
     milestone_interval: int = key(0, "checkpoints at multiples of this many steps stay for good; 0: none")
 

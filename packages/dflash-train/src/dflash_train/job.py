@@ -183,8 +183,7 @@ def _check_borrowing(config: RunConfig, target: TargetModel, drafter: DrafterCon
             f"drafter.init_from_target is true and drafter.init_from is {config.drafter.init_from}; a drafter starts"
             " from one of them"
         )
-    if target.folder is not None:  # a random target is only written when the job starts
-        BorrowedLayers(target, drafter)
+    BorrowedLayers(target, drafter)
 
 
 def check_row_length(seq_len: int) -> None:
@@ -204,10 +203,10 @@ def _check_numbers(config: RunConfig) -> None:
         "trainer.packs_per_step": config.trainer.packs_per_step,
         "trainer.max_skipped_steps": config.trainer.max_skipped_steps,
         "data.anchors_per_pack": config.data.anchors_per_pack,
+        "data.synthetic_length": config.data.synthetic_length,
         "data.workers": config.data.workers,
         "data.prefetch": config.data.prefetch,
         "channel.depth": config.channel.depth,
-        "checkpoint.interval": config.checkpoint.interval,
         "checkpoint.keep": config.checkpoint.keep,
         "evaluate.interval": config.evaluate.interval,
         "log.interval": config.log.interval,
@@ -219,6 +218,7 @@ def _check_numbers(config: RunConfig) -> None:
     for name, value in (
         ("run.seed", config.run.seed),
         ("evaluate.packs", config.evaluate.packs),
+        ("checkpoint.interval", config.checkpoint.interval),
         ("checkpoint.milestone_interval", config.checkpoint.milestone_interval),
         ("trainer.context_noise", config.trainer.context_noise),
     ):

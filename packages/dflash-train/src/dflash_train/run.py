@@ -19,7 +19,7 @@ from dflash_data.pipeline import MadePack, hidden_states
 from dflash_data.prepare import read_ledger
 from dflash_data.schedule import Schedule
 from dflash_data.synthetic import write_synthetic
-from dflash_data.target import ShardedTarget, find_target, write_random_target
+from dflash_data.target import ShardedTarget
 from dflash_model import UserError
 from dflash_train.channel import ChannelError, LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
@@ -35,8 +35,6 @@ from dflash_train.situation import Situation
 from dflash_train.stop import Stop, same_command
 from dflash_train.titan import peak_flops
 from dflash_train.trainer import Course, Trainer
-
-SYNTHETIC_LENGTH = 96  # longest synthetic document: a few in every row
 
 
 def pick_device(job: Job) -> torch.device:
@@ -76,7 +74,7 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
     situation = situation or Situation.of(job.split, meshes.rank)
     situation.meet()
     lock = _take_folder(job.run_dir) if meshes.rank == 0 else None
-    job = _materialise(job)
+    _write_synthetic(job)
     situation.log = job.run_dir / "log.txt"
     data = job.open_data()
     collator = job.collator(data)
@@ -176,20 +174,15 @@ def _target_packs(
     )
 
 
-def _materialise(job: Job) -> Job:
-    """Rank 0 writes what the configuration only describes: random targets and synthetic data.
+def _write_synthetic(job: Job) -> None:
+    """Rank 0 writes the data that the configuration only describes.
 
     Raises:
         UserError: what an earlier run wrote there is something else.
     """
-    folder = job.target.folder or job.run_dir / "target"
     synthetic = synthetic_settings(job)
-    if dist.get_rank() == 0:
-        job.run_dir.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
-            write_random_target(job.target.config, folder, job.config.run.seed)
-        if synthetic is not None and not job.data_dir.is_dir():
-            write_synthetic(job.data_dir, **synthetic)
+    if synthetic is not None and dist.get_rank() == 0 and not job.data_dir.is_dir():
+        write_synthetic(job.data_dir, **synthetic)
     dist.barrier()
     known = read_ledger(job.data_dir)
     if synthetic is not None and (known is None or known.settings != synthetic):
@@ -197,8 +190,6 @@ def _materialise(job: Job) -> Job:
             f"data.path is {job.data_dir}; it does not hold the synthetic data of this configuration:"
             " remove it or choose another data.path"
         )
-    target = job.target if job.target.folder is not None else find_target(str(folder), job.config.target.config)
-    return Job(job.config, job.split, target, job.drafter)
 
 
 def synthetic_settings(job: Job) -> dict[str, int] | None:
@@ -207,7 +198,7 @@ def synthetic_settings(job: Job) -> dict[str, int] | None:
         return None
     return {
         "documents": job.config.data.synthetic_documents,
-        "max_length": min(job.config.data.seq_len, SYNTHETIC_LENGTH),
+        "max_length": min(job.config.data.seq_len, job.config.data.synthetic_length),
         "vocab_size": job.drafter.vocab_size,
         "seed": job.config.run.seed,
     }

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dflash_data.target import TargetModel
-from dflash_data.weights import TargetFiles
 from dflash_model import Drafter, DrafterConfig, UserError
 from dflash_model.hub import stored_tensors
 from dflash_model.taps import decoder_layers, decoder_of
@@ -72,7 +71,7 @@ class BorrowedLayers:
                 f" {drafter.num_layers}: set drafter.num_layers to at most {len(layers)}"
             )
         self._layers, self._decoder = layers[self._first :], decoder_of(model)
-        self._files, self._config = TargetFiles.find(target.location), drafter
+        self._files, self._config = target.weights(), drafter
         with torch.device("meta"):
             self._shapes = {name: parameter.shape for name, parameter in Drafter(drafter).named_parameters()}
         silu = getattr(target.config, "hidden_act", None) in ("silu", "swish")

@@ -323,7 +323,7 @@ class Trainer:
         return pack
 
     def _is_due(self, step: int, interval: int) -> bool:
-        return step % interval == 0 or step == self.job.config.trainer.steps
+        return interval > 0 and (step % interval == 0 or step == self.job.config.trainer.steps)
 
     def _write_log(self, step: int, parts: Stopwatch) -> None:
         """Reduce over the drafter ranks and write; the only place in training that waits for the device."""

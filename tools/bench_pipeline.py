@@ -1,0 +1,74 @@
+"""Time a whole training job of random weights and documents, on as many ranks as torchrun starts.
+
+Nothing is read or saved but the documents, which are written to a folder that goes away. It is the trainer of
+tools/train.py: what it loses between target and drafter, a real job loses too.
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_model import UserError
+from dflash_train.cli import parse
+from dflash_train.config import RunConfig, key
+from dflash_train.job import check_job
+from dflash_train.metrics import read_jsonl
+from dflash_train.run import leave, run_job
+from dflash_train.situation import Situation
+from dflash_train.stop import Stop
+
+
+@dataclass
+class PipelineBench(RunConfig):
+    """A training job; its target is the one of target.config, with random weights, and its documents are random."""
+
+    warmup: int = key(2, "log intervals not counted, of log.interval steps each")
+    repeats: int = key(5, "log intervals counted")
+
+
+def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
+    """Run, and measure from what the job logged; None on all ranks but the first."""
+    config = parse(PipelineBench, argv, __doc__ or "")
+    if config.target.config is None:
+        raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(tempfile.gettempdir()) / f"dflash-bench-{os.getppid()}"  # torchrun is every rank's parent
+    config.run.dir, config.data.path, config.target.path = str(folder / "run"), str(folder / "data"), None
+    config.data.synthetic_documents = config.data.synthetic_documents or 512
+    config.evaluate.packs = config.checkpoint.interval = 0
+    config.trainer.steps = (config.warmup + config.repeats) * config.log.interval
+    job = check_job(config, int(os.environ.get("WORLD_SIZE", "1")))
+    stop, situation = Stop(), Situation.of(job.split, rank)
+    try:
+        run_job(job, stop, situation)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        leave(stop, situation, config.channel.start_timeout_seconds)
+        rows = read_jsonl(folder / "run" / "metrics.jsonl")[-config.repeats :] if rank == 0 else []
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if rank:
+        return None
+    target, drafter = (_median(rows, f"{side}_packs_s") for side in ("target", "drafter"))
+    allowed = 1 / (1 / target + 1 / drafter) if job.split.colocated else min(target, drafter)
+    together, tokens = [row["packs_s"] for row in rows], config.data.seq_len
+    return {
+        "bench": "pipeline", "split": job.split.describe(), "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ktok_s": statistics.median(together) * tokens / 1e3, "min_ktok_s": min(together) * tokens / 1e3,
+        "max_ktok_s": max(together) * tokens / 1e3, "target_ktok_s": target * tokens / 1e3,
+        "drafter_ktok_s": drafter * tokens / 1e3, "share_of_allowed": statistics.median(together) / allowed,
+        "fill": _median(rows, "tokens_s") / statistics.median(together) / tokens,
+        "wait_share": _median(rows, "wait_share"), "bound": rows[-1]["bound"], "seconds": rows[-1]["seconds"],
+        "gpu_busy": rows[-1]["gpu_busy"], "peak_gib_first_rank": memory,
+    }  # fmt: skip
+
+
+def _median(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(row[name] for row in rows)
