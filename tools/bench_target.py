@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench_step import bench_device, measured_ceiling, timed
+from dflash_data.float8 import Float8Linear
 from dflash_data.packs import TokenPack
 from dflash_data.schedule import Stream, WorkItem
 from dflash_data.target import ShardedTarget, find_target
@@ -36,7 +37,9 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     target = find_target(None, bench.target.config)
     rule = default_target_layer_ids(target.config.num_hidden_layers, 5)
     taps = bench.drafter.target_layer_ids or list(dict.fromkeys(rule))  # of few layers it names some twice
-    sharded = ShardedTarget(target, tuple(taps), mesh=DeviceMesh(device.type, [0]), dtype=dtype, reshard=False)
+    sharded = ShardedTarget(
+        target, tuple(taps), mesh=DeviceMesh(device.type, [0]), dtype=dtype, reshard=False, float8=bench.target.float8
+    )
     eager = sharded.compile(bench.data.seq_len) if bench.target.compile and device.type == "cuda" else "compile is off"
     pack = random_row(bench, target.config.vocab_size)
     times = timed(lambda: sharded(pack), device, warmup=bench.warmup, repeats=bench.repeats)
@@ -46,6 +49,7 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
         "bench": "target", "model_type": target.config.model_type, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "taps": taps, "seq_len": bench.data.seq_len, "documents": bench.documents, "eager": eager,
+        "float8": bench.target.float8,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
         "ktok_s": bench.data.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
         "achieved_tflop_s": flops / median / 1e12, "ceiling_tflop_s": ceiling / 1e12,
@@ -68,5 +72,5 @@ def random_row(bench: TargetBench, vocab_size: int) -> TokenPack:
 
 def matrix_elements(decoder: nn.Module) -> int:
     """Elements of the matrices that every token goes through; scores of attention and recurrences are left out."""
-    linear = (module for module in decoder.modules() if isinstance(module, nn.Linear))
+    linear = (module for module in decoder.modules() if isinstance(module, (nn.Linear, Float8Linear)))
     return sum(module.weight.numel() for module in linear)

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from dflash_data.float8 import use_float8
 from dflash_data.packs import TokenPack, staged
-from dflash_data.weights import RandomWeights, TargetFiles, load_module
+from dflash_data.weights import FLOAT8_BLOCK, RandomWeights, TargetFiles, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
 
@@ -125,6 +126,7 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:  # a broken file, or an architecture that only foreign code knows
         raise UserError(f"target.path is {path}; transformers cannot read its config.json: {error}") from error
+    _check_quantization(path, whole)
     config = text_config(whole)
     # A multimodal wrapper ties its head by its own entry, whatever the one of its language model says.
     config.tie_word_embeddings = bool(config.tie_word_embeddings or getattr(whole, "tie_word_embeddings", False))
@@ -135,6 +137,25 @@ def find_target(path: str | None, inline: dict[str, Any] | None) -> TargetModel:
             if stated[key] != found.get(key):
                 raise UserError(f"target.config.{key} is {stated[key]}; the config at {path} has {found.get(key)}")
     return TargetModel(config, folder, Path(path).name)
+
+
+def _check_quantization(path: str, config: PretrainedConfig) -> None:
+    """Weights are read as they are stored, so the way they are quantized must be known.
+
+    Raises:
+        UserError: it is another one than float8 in blocks.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    found = found if isinstance(found, dict) else found.to_dict()
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method != "fp8" or list(block or []) != [FLOAT8_BLOCK] * 2:
+        blocks = f" with weight_block_size {block}" if block else ""
+        raise UserError(
+            f"target.path is {path}; it is quantized with {method}{blocks}; only floats and fp8 in blocks of"
+            f" {FLOAT8_BLOCK} x {FLOAT8_BLOCK} can be read: take the checkpoint that it was made from"
+        )
 
 
 def _inline_config(inline: dict[str, Any]) -> PretrainedConfig:
@@ -196,6 +217,7 @@ class ShardedTarget:
         mesh: DeviceMesh,
         dtype: torch.dtype,
         reshard: bool,
+        float8: bool = False,
     ) -> None:
         """Build and load.
 
@@ -205,6 +227,7 @@ class ShardedTarget:
             mesh: the target ranks.
             dtype: of weights and features.
             reshard: free each layer's gathered weights after use.
+            float8: keep its large matrices in float8, and multiply in it.
 
         Raises:
             UserError: weights are missing, or packed documents would see each other.
@@ -215,11 +238,13 @@ class ShardedTarget:
         model = target.build_meta(dtype, max(layer_ids) + 1)
         decoder, layers = decoder_of(model), decoder_layers(model)
         assert isinstance(decoder, PreTrainedModel)
+        if float8:
+            use_float8(decoder)
         if mesh.size() > 1:  # on one rank sharding would only copy weights
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(decoder, mesh=mesh, reshard_after_forward=reshard)
-        load_module(decoder, target.weights(), self.device)
+        load_module(decoder, target.weights(), self.device, dtype)
         self.decoder, self._layers = decoder, layers
         self._taps = HiddenTaps(layers, layer_ids)
         mixers = (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET)

@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from dflash_data.float8 import Float8Linear, quantize_rows
 from dflash_model.errors import UserError
 from dflash_model.hub import FLOATS
 
+FLOAT8_STORED, FLOAT8_BLOCK = "F8_E4M3", 128
 ANCHOR_KEY = "embed_tokens.weight"
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -81,7 +83,10 @@ class TargetFiles:
         for path, names in sorted(names_in.items()):
             with _opened(path) as file:
                 for name in names:
-                    _copy_slice(file.get_slice(name), name, stored[name])
+                    if file.get_slice(name).get_dtype() == FLOAT8_STORED:
+                        self._dequantize(file.get_slice(name), name, stored[name])
+                    else:
+                        _copy_slice(file.get_slice(name), name, stored[name])
 
     def _as_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor under its name, or, where the files hold experts one by one, views of this rank's experts.
@@ -98,6 +103,29 @@ class TargetFiles:
         for expert, matrix in enumerate(local, start=rows.start or 0):
             for part, view in zip(parts, matrix.chunk(len(parts)), strict=True):
                 yield f"{experts}.{expert}.{part}.weight", view
+
+    def _dequantize(self, stored, name: str, tensor: Tensor) -> None:  # noqa: ANN001 - safetensors' slice type
+        """Read this rank's rows of a matrix whose square blocks have a scale each, as DeepSeek and Qwen publish them.
+
+        Raises:
+            UserError: there are no such scales, or shapes do not fit.
+        """
+        scales_name = name + "_scale_inv"
+        with _opened(self._file(scales_name)) as file:
+            scales = file.get_tensor(scales_name)
+        shape = stored.get_shape()
+        if list(tensor.shape) != shape or list(scales.shape) != [-(-size // FLOAT8_BLOCK) for size in shape]:
+            raise UserError(
+                f"the target's {name} has shape {shape} in float8 and its {scales_name} {list(scales.shape)}; its"
+                f" config describes {list(tensor.shape)}, with one scale for {FLOAT8_BLOCK} x {FLOAT8_BLOCK} elements"
+            )
+        local, rows = own_rows(tensor)
+        if local.numel():
+            values = stored[rows].to(torch.float32)
+            first = rows.start or 0
+            row_block = torch.arange(first, first + len(values)) // FLOAT8_BLOCK
+            column_block = torch.arange(shape[1]) // FLOAT8_BLOCK
+            local.copy_(values * scales.float()[row_block][:, column_block])
 
     def _file(self, name: str) -> Path:
         if name not in self.file_of:
@@ -189,9 +217,23 @@ def rebuild_buffers(module: PreTrainedModel) -> None:
     module.initialize_weights()
 
 
-def load_module(module: PreTrainedModel, weights: TargetFiles | RandomWeights, device: torch.device) -> None:
-    """Allocate a decoder (built on meta, sharded or not), rebuild its buffers and read its weights."""
+def load_module(
+    module: PreTrainedModel, weights: TargetFiles | RandomWeights, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Allocate a decoder (built on meta, sharded or not), rebuild its buffers and read its weights.
+
+    Matrices that the decoder keeps in float8 are read in ``dtype`` and quantized, one at a time.
+    """
     module.to_empty(device=device)
     rebuild_buffers(module)
     with torch.no_grad():
-        weights.read_into({weights.prefix + name: part.data for name, part in module.state_dict().items()})
+        parts = {weights.prefix + name: part.data for name, part in module.state_dict().items()}
+        for place, linear in module.named_modules():
+            if isinstance(linear, Float8Linear):
+                name = f"{weights.prefix}{place}"
+                weight, scale = (parts.pop(f"{name}.{part}") for part in ("weight", "scale"))
+                whole = torch.empty_like(weight, dtype=dtype)
+                weights.read_into({f"{name}.weight": whole})
+                for held, found in zip((weight, scale), quantize_rows(own_rows(whole)[0]), strict=True):
+                    own_rows(held)[0].copy_(found)
+        weights.read_into(parts)

@@ -32,6 +32,9 @@ class TargetSection:
         None, "architecture inline (model_type: …); checked against target.path, or given random weights without it"
     )
     dtype: str = key("bfloat16", "bfloat16 or float32: type of its weights and of the hidden states")
+    float8: bool = key(
+        False, "keep and multiply its large matrices in float8 (e4m3, a scale for each row and each token)"
+    )
     compile: bool = key(True, "torch.compile its layers (on a GPU; gated delta nets stay as they are)")
     reshard_after_forward: bool = key(
         True, "free each layer's gathered weights after use; false costs memory and saves gathers"

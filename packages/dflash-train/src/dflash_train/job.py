@@ -135,6 +135,7 @@ class Job:
             "target": self.target.name,
             "target.files": self.target.fingerprint(),
             "target.dtype": config.target.dtype,
+            "target.float8": config.target.float8,
             "trainer.dtype": config.trainer.dtype,
             "trainer.context_noise": config.trainer.context_noise,
             "evaluate.packs": config.evaluate.packs,

@@ -157,6 +157,7 @@ def _target_packs(
         mesh=meshes.target,
         dtype=DTYPES[job.config.target.dtype],
         reshard=job.config.target.reshard_after_forward,
+        float8=job.config.target.float8,
     )
     if job.config.target.compile and target.device.type == "cuda":
         eager = target.compile(job.config.data.seq_len)
