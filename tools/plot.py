@@ -133,6 +133,9 @@ def draw(axes: "Axes", picture: str, runs: list[Run], x: str) -> None:
         axes.plot([], [], "--", color="#777777", linewidth=0.9, label=f"training blocks, {SMOOTHED}")
     if picture == "positions":
         axes.set_ylim(bottom=0)
+    if picture == "loss":  # drawn weights begin far above where it is decided
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="slot k of a block" if picture == "positions" else PLACES[x], ylabel=VALUES[picture])
 
 

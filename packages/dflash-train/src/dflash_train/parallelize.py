@@ -3,12 +3,17 @@
 from collections.abc import Iterable
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dflash_data.weights import own_rows
 from dflash_model import Drafter
+
+# Share of a layer's activations that the compiler may keep; below 1 it computes the cheapest again (the product inside
+# the MLP, a norm). A step of 27B sizes on an H200: 36.9 GiB and 240 ms at 1.0, 35.1 GiB and 242 ms at 0.9 and at 0.7.
+ACTIVATION_BUDGET = 0.9
 
 
 def parallelize_drafter(drafter: Drafter, mesh: DeviceMesh, *, dtype: torch.dtype, compile_layers: bool) -> None:
@@ -18,6 +23,7 @@ def parallelize_drafter(drafter: Drafter, mesh: DeviceMesh, *, dtype: torch.dtyp
     gathers.
     """
     if compile_layers:
+        torch._functorch.config.activation_memory_budget = ACTIVATION_BUDGET
         for layer in drafter.layers:
             layer.compile(dynamic=False, fullgraph=True)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
