@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_model import UserError, check_drafter, save_drafter
-from dflash_model.hub import stored_tensors
+from dflash_model.hub import expected_shapes, stored_tensors
 from dflash_train.card import Origin, model_card
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import key
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     named = config.target or origin.manifest["facts"]["target"]
     if "/" not in named:
         print(f"the card calls the target {named}; give target=OWNER/NAME if that is not where a server finds it")
-    print(f"{out}: {3 + 11 * drafter.num_layers} tensors, block {drafter.block_size}; see README.md for serving it")
+    print(f"{out}: {len(expected_shapes(drafter))} tensors, block {drafter.block_size}; see README.md for serving it")
     return 0
 
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.configuration_utils import PretrainedConfig
 
-from dflash_model import Drafter, DrafterConfig
+from dflash_model import DFlash2Config, Drafter, DrafterConfig
 from dflash_model.config import FULL, SLIDING
 
 HYBRID: dict[str, Any] = {
@@ -56,6 +56,7 @@ MROPE: dict[str, Any] = {
     "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
     "mrope_section": [2, 1, 1],
 }  # fmt: skip
+DFLASH2 = DFlash2Config(conv_kernel_size=3, conv_group_size=4, selector_rank=20, selector_top_k=6)
 PLAIN = ("qwen3", "llama", "qwen3_5")  # keep transformers' initial weights, which other tests' values come from
 
 
@@ -135,8 +136,9 @@ def tiny_drafter(config: DrafterConfig, dtype: torch.dtype = torch.float32, seed
     drafter = Drafter(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.15, generator=generator)
+        for name, parameter in drafter.named_parameters():
+            mean = 1.0 if parameter.dim() == 1 else 0.5 if name.endswith("base_kernel") else 0.0
+            parameter.normal_(mean, 0.15, generator=generator)
     return drafter
 
 

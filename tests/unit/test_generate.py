@@ -6,13 +6,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, PreTrainedModel
 
 from conftest import Hold
-from dflash_model import Drafter, UserError, generate
+from dflash_model import DFlash2Config, Drafter, UserError, generate
 from dflash_model.compare import first_divergence
 from dflash_model.config import FULL, SLIDING
 from dflash_model.decoding import AGAIN_BLOCKS, _TextEnd
 from dflash_model.taps import text_config
 from dflash_train.evaluate import replay
-from support.tiny import DENSE, FAMILIES, tiny_config, tiny_drafter, tiny_target
+from support.tiny import DENSE, DFLASH2, FAMILIES, tiny_config, tiny_drafter, tiny_target
 from support.tokenizer import byte_fallback_tokenizer, chat_tokenizer
 
 STATEFUL = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl")
@@ -77,18 +77,27 @@ def test_oracle_drafts_are_accepted_and_the_text_is_the_targets(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layers", [(FULL, FULL), (SLIDING, FULL)])
-def test_any_drafter_leaves_the_text_alone(family: str, layers: tuple[str, ...], hold: Hold) -> None:
+@pytest.mark.parametrize(
+    ("layers", "dflash2"), [((FULL, FULL), None), ((SLIDING, FULL), None), ((SLIDING, FULL), DFLASH2)]
+)
+def test_any_drafter_leaves_the_text_alone(
+    family: str, layers: tuple[str, ...], dflash2: DFlash2Config | None, hold: Hold
+) -> None:
     target = tiny_target(family)
     num_layers = text_config(target.config).num_hidden_layers
-    drafter = tiny_drafter(tiny_config(layers, num_target_layers=num_layers))
+    drafter = tiny_drafter(tiny_config(layers, num_target_layers=num_layers, dflash2=dflash2))
     for prompt in ([1], [7, 7, 7, 30], list(range(50, 70))):
         expected = library_greedy(target, prompt, 30)
         streamed: list[int] = []
         result = generate(drafter, target, prompt, max_new_tokens=30, on_tokens=streamed.extend)
         plain = generate(None, target, prompt, max_new_tokens=30).token_ids
         different = sum(a != b or b != c for a, b, c in zip(result.token_ids, plain, expected, strict=True))
-        hold(f"greedy text, {family}", "transformers' generate, tokens that differ", different, 0)
+        hold(
+            f"greedy text, {drafter.config.kind} on {family}",
+            "transformers' generate, tokens that differ",
+            different,
+            0,
+        )
         assert streamed == expected
         rejected = sum(accepted < 7 for accepted in result.accepted[:-1]) if family in STATEFUL else 0
         assert result.target_forwards == 1 + len(result.committed) + rejected

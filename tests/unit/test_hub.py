@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_model import UserError, default_target_layer_ids, load_drafter, save_drafter
+from dflash_model import DFlash2Config, UserError, default_target_layer_ids, load_drafter, save_drafter
 from dflash_model.config import FULL, SLIDING
+from dflash_model.hub import expected_shapes
 from dflash_model.layout import from_published, to_published
-from support.tiny import tiny_config, tiny_drafter
+from support.tiny import DFLASH2, tiny_config, tiny_drafter
 
 
 def test_round_trip_is_exact_and_z_lab_loads_it(tmp_path: Path) -> None:
@@ -45,7 +46,10 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": 32}, "has shape"),
         ({"num_hidden_layers": 3, "layer_types": [FULL] * 3}, r"has no tensor layers\.2"),
-        ({"architectures": ["DFlash2DraftModel"]}, r"architectures is \['DFlash2DraftModel'\]; drafters with it"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures is \['Qwen3ForCausalLM'\]; drafters with it"),
+        ({"architectures": ["DFlash2DraftModel"]}, "has no conv_kernel_size, conv_group_size, selector_rank"),
+        ({"architectures": None, "selector_rank": 8}, "has no conv_kernel_size, conv_group_size, selector_top_k; a"),
+        ({"selector_rank": 8}, "and there is selector_rank, which belongs to"),
         ({"attention_bias": True}, "attention_bias is True; drafters with it"),
         ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
@@ -84,6 +88,72 @@ def test_configs_that_servers_would_read_otherwise_are_refused(
     with pytest.raises(UserError, match=message) as caught:
         load_drafter(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"selector_rank": None}, "has no selector_rank; a DFlash2 drafter's config must state it"),
+        ({"selector_top_k": "16"}, "selector_top_k is '16'; it must be a whole number"),
+        ({"conv_group_size": 24}, r"drafter\.conv_group_size is 24; it must divide the drafter's width \(64\)"),
+        ({"conv_kernel_size": 2}, r"attention_conv\.base_kernel has shape"),
+    ],
+)
+def test_dflash2_configs_say_all_of_it(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    config = tiny_config(dflash2=DFLASH2)
+    save_drafter(tiny_drafter(config).state_dict(), config, tmp_path)
+    written = to_published(config)
+    written["dflash_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(tmp_path)
+    assert str(caught.value).count(str(tmp_path)) == 1
+
+
+def test_the_published_dflash2_config_is_read() -> None:
+    """Keys and values as they stand on the hub: sizes of the block in dflash_config alone, all layers sliding."""
+    published = {
+        "architectures": ["DFlash2DraftModel"], "attention_bias": False, "attention_dropout": 0.0, "is_causal": False,
+        "dflash_config": {
+            "block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 248070,
+            "selector_rank": 256, "selector_top_k": 16, "target_layer_ids": [5, 19, 33, 47, 61],
+        },
+        "dtype": "bfloat16", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17408,
+        "layer_types": ["sliding_attention"] * 5, "max_position_embeddings": 262144, "max_window_layers": 5,
+        "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8,
+        "num_target_layers": 64, "rms_norm_eps": 1e-6, "sliding_window": 2048, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "use_sliding_window": True,
+        "vocab_size": 248320,
+    }  # fmt: skip
+    config = from_published(published, "here")
+    assert config.dflash2 == DFlash2Config(conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16)
+    assert not config.causal_in_block(SLIDING)
+    assert sum(shape.numel() for shape in expected_shapes(config).values()) == pytest.approx(1.924e9, rel=1e-3)
+    written = to_published(config)
+    assert {name: written[name] for name in published if name != "dflash_config"} == {
+        name: value for name, value in published.items() if name != "dflash_config"
+    }
+    assert written["dflash_config"] == published["dflash_config"]
+
+
+def test_dflash2_survives_the_disk_and_z_lab_loads_it(tmp_path: Path) -> None:
+    """The codebooks have no ``.weight`` in files, whatever module holds them."""
+    config = tiny_config((SLIDING, FULL), is_causal=False, dflash2=DFLASH2)
+    drafter = tiny_drafter(config, torch.bfloat16)
+    save_drafter(drafter.state_dict(), config, tmp_path / "dflash")
+    again = load_drafter(tmp_path / "dflash")
+    assert again.config == config
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
+    added = load_file(tmp_path / "dflash" / "model.safetensors").keys() - expected_shapes(tiny_config()).keys()
+    selector = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+    convolutions = [f"layers.{i}.{part}_conv" for i in (0, 1) for part in ("attention", "mlp")]
+    names = {f"{name}.{part}" for name in convolutions for part in ("base_kernel", "kernel_projection.weight")}
+    assert added == names | {f"candidate_selector.{name}" for name in selector}
+    theirs = reference.DFlash2DraftModel.from_pretrained(tmp_path / "dflash", dtype=torch.bfloat16)
+    assert (theirs.candidate_selector.top_k, theirs.layers[1].mlp_conv.kernel_size) == (6, 3)
+    for name, tensor in theirs.state_dict().items():
+        mine = drafter.state_dict()[name.removesuffix(".weight") if "_codebook" in name else name]
+        assert torch.equal(tensor, mine), name
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list"), (None, "there is no")])

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from conftest import Hold
-from dflash_model import DrafterConfig, Sampling, UserError, generate
+from dflash_model import DFlash2Config, DrafterConfig, Sampling, UserError, generate
 from dflash_model.config import FULL
 from dflash_model.sampling import draw, reject
 from support.tiny import tiny_drafter
@@ -91,15 +91,23 @@ def micro_target() -> PreTrainedModel:
     return model
 
 
+SELECTOR = DFlash2Config(conv_kernel_size=2, conv_group_size=4, selector_rank=6, selector_top_k=4)
+
+
+@pytest.mark.parametrize("dflash2", [None, SELECTOR], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize(("rule", "right"), [RULES[0], RULES[2]])
 def test_sampled_text_has_the_targets_distribution(
-    rule: Rule, right: bool, monkeypatch: pytest.MonkeyPatch, hold: Hold
+    rule: Rule, right: bool, dflash2: DFlash2Config | None, monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
-    """The joint distribution of the second and third token of 800 drafted texts, against all prefixes enumerated."""
+    """The joint distribution of the second and third token of 800 drafted texts, against all prefixes enumerated.
+
+    A selector proposes from four of the eight tokens, the target keeps seven: either has tokens the other never has.
+    """
     target, prompt, sampling = micro_target(), [3, 1, 4], Sampling(temperature=1.3, top_k=7, top_p=0.97)
     config = DrafterConfig(
         hidden_size=16, intermediate_size=20, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=8,
         num_target_layers=2, target_layer_ids=(0,), block_size=3, mask_token_id=7, layer_types=(FULL,),
+        dflash2=dflash2,
     )  # fmt: skip
     drafter = tiny_drafter(config)
     prefixes = torch.cartesian_prod(torch.arange(8), torch.arange(8))
@@ -115,7 +123,7 @@ def test_sampled_text_has_the_targets_distribution(
         accepted += sum(out.accepted)
     assert accepted > 100
     if right:
-        hold("sampled text, 64 token pairs", "target, chi-square in sd", surprise(counts, joint), RIGHT)
+        hold(f"sampled text, {config.kind}, 64 token pairs", "target, chi-square in sd", surprise(counts, joint), RIGHT)
     else:
         assert surprise(counts, joint) > WRONG
 

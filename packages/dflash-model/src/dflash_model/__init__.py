@@ -6,7 +6,7 @@ out = dflash_model.generate(drafter, target, prompt_ids, max_new_tokens=128, sto
 """
 
 from dflash_model.cache import DraftCache
-from dflash_model.config import DrafterConfig, default_target_layer_ids
+from dflash_model.config import DFlash2Config, DrafterConfig, default_target_layer_ids
 from dflash_model.decoding import Generation, generate
 from dflash_model.drafter import Drafter, DraftInputs
 from dflash_model.errors import UserError
@@ -14,6 +14,7 @@ from dflash_model.hub import check_drafter, load_drafter, save_drafter
 from dflash_model.sampling import Sampling
 
 __all__ = [
+    "DFlash2Config",
     "DraftCache",
     "DraftInputs",
     "Drafter",

@@ -27,6 +27,23 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
 
 
 @dataclass(frozen=True, kw_only=True)
+class DFlash2Config:
+    """What DFlash2 adds to a drafter (``dflash2.py``).
+
+    Attributes:
+        conv_kernel_size: slots that a convolution along the block sums over, the slot itself included.
+        conv_group_size: channels for which a slot changes the kernel alike.
+        selector_rank: width of the selector's codebooks.
+        selector_top_k: tokens the selector chooses among, the likeliest ones of each slot.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
     """Everything that decides a drafter's parameters and attention.
 
@@ -41,6 +58,7 @@ class DrafterConfig:
         input_embedding_scale: factor on the target's embedding rows (Gemma's ``sqrt(hidden_size)``).
         output_multiplier: factor on the head's logits (Cohere, Granite).
         final_logit_softcapping: cap c of the logits, ``c * tanh(logits / c)`` (Gemma), after the factor.
+        dflash2: sizes of the parts that DFlash2 adds; None for DFlash.
     """
 
     hidden_size: int
@@ -63,6 +81,7 @@ class DrafterConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    dflash2: DFlash2Config | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a drafter.
@@ -90,6 +109,7 @@ class DrafterConfig:
             )
         self._check_taps()
         self._check_layers()
+        self._check_dflash2()
 
     def _check_taps(self) -> None:
         ids = self.target_layer_ids
@@ -112,6 +132,33 @@ class DrafterConfig:
                 f"drafter.sliding_window is {self.sliding_window}; with {SLIDING} layers it must be at least"
                 f" drafter.block_size ({self.block_size})"
             )
+
+    def _check_dflash2(self) -> None:
+        added = self.dflash2
+        if added is None:
+            return
+        if not 1 <= added.conv_kernel_size <= self.block_size:
+            raise UserError(
+                f"drafter.conv_kernel_size is {added.conv_kernel_size}; it takes 1 to drafter.block_size"
+                f" ({self.block_size})"
+            )
+        if added.conv_group_size < 1 or self.hidden_size % added.conv_group_size:
+            raise UserError(
+                f"drafter.conv_group_size is {added.conv_group_size}; it must divide the drafter's width"
+                f" ({self.hidden_size})"
+            )
+        if added.selector_rank < 1:
+            raise UserError(f"drafter.selector_rank is {added.selector_rank}; it must be at least 1")
+        if not 2 <= added.selector_top_k <= self.vocab_size:
+            raise UserError(
+                f"drafter.selector_top_k is {added.selector_top_k}; it takes 2 to the size of the vocabulary"
+                f" ({self.vocab_size})"
+            )
+
+    @property
+    def kind(self) -> str:
+        """``dflash`` or ``dflash2``."""
+        return "dflash" if self.dflash2 is None else "dflash2"
 
     @property
     def context_size(self) -> int:

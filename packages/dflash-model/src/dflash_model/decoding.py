@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_model.attention import Mask
 from dflash_model.cache import DraftCache
-from dflash_model.drafter import Drafter, DraftInputs, draft_logits, embed_block
+from dflash_model.drafter import Drafter, DraftInputs, draft_candidates, draft_logits, embed_block
 from dflash_model.errors import UserError
 from dflash_model.mask import dense_mask
 from dflash_model.rollback import RewindableCache, check_target
@@ -296,7 +296,19 @@ class _Session:
             ),
             self.draft_cache,
         )
-        hidden_KD = hidden_BKD[0, 1:]
+        return self._choose(drafter, hidden_BKD[0, 1:], block_K[0])
+
+    def _choose(self, drafter: Drafter, hidden_KD: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens for drafter outputs, and the distributions over the vocabulary that they were drawn from."""
+        config, selector = drafter.config, drafter.candidate_selector
+        if selector is not None:
+            candidate_KJ, unary_KJ = draft_candidates(config, hidden_KD, self.head_VD, selector.top_k)
+            proposal, q_KJ = selector.walk(
+                hidden_KD, candidate_KJ, unary_KJ, anchor, self.sampling.temperature, self.generator
+            )
+            if q_KJ is None:
+                return proposal, None
+            return proposal, q_KJ.new_zeros(len(q_KJ), len(self.head_VD)).scatter(1, candidate_KJ, q_KJ)
         if self.sampling.greedy:
             return F.linear(hidden_KD.to(self.head_VD.dtype), self.head_VD).argmax(-1), None
         q = self.sampling.probabilities(draft_logits(config, hidden_KD, self.head_VD))

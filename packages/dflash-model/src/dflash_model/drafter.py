@@ -2,14 +2,14 @@
 
 Context features are fused once, normalised once and shared by all layers; they are projected to keys and values by
 every layer and never updated. Queries come only from block slots. The frozen embedding and head belong to the target
-and are not part of this module.
+and are not part of this module. What a DFlash2 drafter has beside this is in ``dflash2.py``.
 
 Legend: B batch, S context tokens, A blocks, K block size, Q = A*K block slots, D drafter width, E = taps * D,
 N query heads, M key/value heads, H head size.
 Source: DFlash paper section 4.1 and appendix A.3; parameter names are those of z-lab's published checkpoints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dflash_model.attention import Mask, attend
 from dflash_model.cache import DraftCache
 from dflash_model.config import DrafterConfig
+from dflash_model.dflash2 import BlockConvolution, CandidateSelector, convolved, start_value
 
 Rope = tuple[Tensor, Tensor]
 
@@ -112,6 +113,9 @@ class DrafterLayer(nn.Module):
         self.self_attn = DrafterAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DrafterMLP(config)
+        added = config.dflash2
+        self.attention_conv = BlockConvolution(config, added) if added else None
+        self.mlp_conv = BlockConvolution(config, added) if added else None
 
     def forward(
         self,
@@ -126,8 +130,12 @@ class DrafterLayer(nn.Module):
         context_kv = self.self_attn.keys_values(context_BSD, context_rope)
         if cache is not None:
             context_kv = cache.extend(self.index, context_kv)
-        x_BQD = x_BQD + self.self_attn(self.input_layernorm(x_BQD), context_kv, block_rope, mask)
-        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD))
+
+        def attention(x_BQD: Tensor) -> Tensor:
+            return self.self_attn(x_BQD, context_kv, block_rope, mask)
+
+        x_BQD = x_BQD + convolved(self.attention_conv, self.input_layernorm(x_BQD), attention)
+        return x_BQD + convolved(self.mlp_conv, self.post_attention_layernorm(x_BQD), self.mlp)
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,16 @@ def draft_logits(config: DrafterConfig, hidden: Tensor, head_VD: Tensor) -> Tens
 
     Factor and cap keep the order, but in bf16 a cap makes neighbours equal: take the largest from the head itself.
     """
-    logits = F.linear(hidden.to(head_VD.dtype), head_VD)
+    return _scaled_and_capped(config, F.linear(hidden.to(head_VD.dtype), head_VD))
+
+
+def draft_candidates(config: DrafterConfig, hidden: Tensor, head_VD: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens ``[..., J]`` of drafter outputs, in no order, and their logits in fp32."""
+    logits, candidate = F.linear(hidden.to(head_VD.dtype), head_VD).topk(top_k, sorted=False)
+    return candidate, _scaled_and_capped(config, logits.float())
+
+
+def _scaled_and_capped(config: DrafterConfig, logits: Tensor) -> Tensor:
     if config.output_multiplier != 1.0:
         logits = logits * config.output_multiplier
     if config.final_logit_softcapping is not None:
@@ -169,7 +186,7 @@ def draft_logits(config: DrafterConfig, hidden: Tensor, head_VD: Tensor) -> Tens
 
 
 class Drafter(nn.Module):
-    """The trainable part of DFlash. Knows no ranks and no devices; sharding and compiling happen from outside."""
+    """The trainable part of DFlash or DFlash2. Knows no ranks and no devices: sharding, compiling come from outside."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -178,19 +195,25 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config, config.dflash2) if config.dflash2 else None
 
     @staticmethod
-    def initial_tensors(config: DrafterConfig, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-        """Start values of every parameter in order, fp32 on the CPU, one at a time.
+    def initial_tensors(
+        config: DrafterConfig, generator: torch.Generator, known: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Start values of every parameter but the known ones in order, fp32 on the CPU, one at a time.
 
-        Matrices are N(0, 0.02), those that write into the residual stream scaled down by depth; norms are one. Values
-        depend on the generator alone, not on how the drafter is sharded.
+        Matrices are N(0, 0.02), those that write into the residual stream scaled down by depth; norms are one; what
+        DFlash2 adds changes nothing yet. Values depend on the generator alone, not on how the drafter is sharded.
         """
         with torch.device("meta"):
             shapes = [(name, parameter.shape) for name, parameter in Drafter(config).named_parameters()]
         for name, shape in shapes:
-            if len(shape) == 1:
-                yield name, torch.ones(shape)
+            if name in known:
+                continue
+            fixed = torch.ones(shape) if len(shape) == 1 else start_value(name, shape)
+            if fixed is not None:
+                yield name, fixed
                 continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02

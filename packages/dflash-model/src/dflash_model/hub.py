@@ -27,7 +27,7 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, torch.Size]:
-    """Names and shapes of a drafter's tensors: 3 + 11 per layer."""
+    """Names and shapes of a drafter's tensors: 3 + 11 per layer; a DFlash2 drafter has 4 more in each, and 3 more."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
 

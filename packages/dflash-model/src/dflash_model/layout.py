@@ -8,17 +8,21 @@ Source: z-lab dflash 0.1.0 ``model.py``; SGLang ``srt/speculative/dflash_utils.p
 """
 
 import math
+from dataclasses import asdict, fields
 from typing import Any
 
-from dflash_model.config import FULL, SLIDING, DrafterConfig
+from dflash_model.config import FULL, SLIDING, DFlash2Config, DrafterConfig
 from dflash_model.errors import UserError
 
 QWEN3_POSITIONS = 32768  # transformers' default for max_position_embeddings
+ARCHITECTURES = {"dflash": ["DFlashDraftModel"], "dflash2": ["DFlash2DraftModel"]}
+DFLASH2_KEYS = tuple(field.name for field in fields(DFlash2Config))
 WHOLE, NUMBER, FLAG, TEXT, LISTS = "a whole number", "a finite number above 0", "true or false", "a text", "a list"
 KINDS = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "vocab_size", "num_target_layers", "block_size", "mask_token_id",
-                     "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings"), WHOLE),
+                     "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings",
+                     *DFLASH2_KEYS), WHOLE),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier", "logit_scale",
                      "final_logit_softcapping"), NUMBER),
     **dict.fromkeys(("is_causal", "use_sliding_window"), FLAG),
@@ -29,13 +33,13 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
           "vocab_size", "num_target_layers", "target_layer_ids", "mask_token_id", "block_size")  # fmt: skip
 # What z-lab's package looks up in dflash_config first, then at the top level; everything else only at the top level.
 DRAFT_KEYS = ("target_layer_ids", "mask_token_id", "block_size", "input_embedding_scale", "output_multiplier",
-              "final_logit_softcapping")  # fmt: skip
+              "final_logit_softcapping", *DFLASH2_KEYS)  # fmt: skip
 # Settings that some reader applies and this package does not, with the only value that changes nothing.
 NEUTRAL: dict[str, object] = {
     "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "mrope_section": None,
     "sample_from_anchor": False, "causal": None, "use_swa": None, "swa_window_size": None, "is_neox_style": True,
     "attention_sink_bias": False, "eagle_aux_hidden_state_layer_ids": None, "hidden_act": "silu",
-    "model_type": "qwen3", "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
 }  # fmt: skip
 
 
@@ -50,7 +54,7 @@ def to_published(config: DrafterConfig) -> dict[str, Any]:
     }
     ends = {key: value for key, value in ends.items() if value not in (1.0, None)}
     out: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ARCHITECTURES[config.kind],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "hidden_size": config.hidden_size,
@@ -82,6 +86,7 @@ def to_published(config: DrafterConfig) -> dict[str, Any]:
             "target_layer_ids": list(config.target_layer_ids),
             "block_size": config.block_size,
             **ends,
+            **(asdict(config.dflash2) if config.dflash2 else {}),  # vLLM and SGLang look nowhere else for these
         },
     }
     if config.output_multiplier != 1.0:
@@ -115,7 +120,7 @@ def from_published(raw: dict[str, Any], origin: str) -> DrafterConfig:
         merged["final_logit_softcapping"] = None  # z-lab takes 0 as none
     _check_kinds(merged, origin)
     _check_same_everywhere({**raw, **inner, **rope}, merged, origin)
-    layers = merged["num_hidden_layers"]
+    layers, dflash2 = merged["num_hidden_layers"], _dflash2(merged, origin)
     try:
         return DrafterConfig(
             hidden_size=merged["hidden_size"],
@@ -138,6 +143,7 @@ def from_published(raw: dict[str, Any], origin: str) -> DrafterConfig:
             input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
             output_multiplier=float(merged.get("output_multiplier") or 1.0),
             final_logit_softcapping=merged.get("final_logit_softcapping"),
+            dflash2=dflash2,
         )
     except UserError as error:  # the same rules as for drafter.* settings, under the file's name
         raise UserError(f"{origin}: {error}") from error
@@ -147,6 +153,28 @@ def _section(value: object, origin: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{origin}: a section is {value!r}; it must be an object")
     return value or {}
+
+
+def _dflash2(merged: dict[str, Any], origin: str) -> DFlash2Config | None:
+    """Readers choose the model by its architecture; where none is named, these keys make it a DFlash2 drafter."""
+    stated = {key: merged[key] for key in DFLASH2_KEYS if merged.get(key) is not None}
+    named = merged.get("architectures")
+    if named not in (None, *ARCHITECTURES.values()):
+        raise UserError(
+            f"{origin}: architectures is {named!r}; drafters with it are not supported (only"
+            f" {' or '.join(map(str, ARCHITECTURES.values()))})"
+        )
+    if named == ARCHITECTURES["dflash"] and stated:
+        raise UserError(
+            f"{origin}: architectures is {named!r}, and there is {', '.join(stated)}, which belongs to"
+            f" {ARCHITECTURES['dflash2']}: readers would leave a part of the drafter out"
+        )
+    if not stated and named != ARCHITECTURES["dflash2"]:
+        return None
+    missing = [key for key in DFLASH2_KEYS if key not in stated]
+    if missing:
+        raise UserError(f"{origin} has no {', '.join(missing)}; a DFlash2 drafter's config must state it")
+    return DFlash2Config(**stated)
 
 
 def _check_kinds(merged: dict[str, Any], origin: str) -> None:
