@@ -49,6 +49,17 @@ def test_dry_run_of_the_reference_machine() -> None:
     assert "4 on each drafter rank" in text
 
 
+def test_dry_run_of_a_dflash2_drafter() -> None:
+    """What is new at 27B: two convolutions in five layers, two codebooks, one projection; 3 % more arithmetic."""
+    argv = [f"config={CONFIGS / 'qwen3.6-27b.yaml'}", "drafter.kind=dflash2"]
+    text = report(check_job(parse(RunConfig, argv, ""), None))
+    assert "1.924 B parameters, 5 layers, block 16" in text
+    assert "DFlash2: convolutions 65.7 M, codebooks 127.1 M, their projection 1.3 M of these parameters" in text
+    slots = 512 * 16
+    added = 5 * 2 * 5120 * (2 * 2 * 320) + 256 * (5120 + 16)
+    assert f"{122.2 + 2 * 3 * slots * added / 1e12:.1f} TFLOP" in text
+
+
 def test_dry_run_refuses_what_cannot_fit() -> None:
     argv = [f"config={CONFIGS / 'qwen3.6-27b.yaml'}", "mesh.memory_gib=24"]
     with pytest.raises(

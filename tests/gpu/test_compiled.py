@@ -31,7 +31,7 @@ def test_compiled_loss(kind: str, softcap: float | None) -> None:
         results = []
         for compiled in (False, True):
             mine = hidden.clone().requires_grad_()
-            loss, choice = frozen_head_loss(mine, head, taught, 256, kind=kind, softcap=softcap, compiled=compiled)
+            loss, choice, *_ = frozen_head_loss(mine, head, taught, 256, kind=kind, softcap=softcap, compiled=compiled)
             loss.sum().backward()
             assert mine.grad is not None
             results.append((loss, mine.grad, choice))

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
-from dflash_model import Drafter, generate
+from dflash_model import DFlash2Config, Drafter, generate
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.taps import context_features, text_config
 from dflash_train.step import DraftStep, Tally
@@ -37,11 +37,13 @@ def as_pack(target: PreTrainedModel, drafter: Drafter, prompt: list[int], text: 
 
 
 @cache
-def overfitted(family: str, layers: tuple[str, ...], steps: int = 150) -> tuple[PreTrainedModel, Drafter, float]:
+def overfitted(
+    family: str, layers: tuple[str, ...], steps: int = 150, dflash2: DFlash2Config | None = None
+) -> tuple[PreTrainedModel, Drafter, float]:
     """Target, drafter and the last slot accuracy. One drafter per family and layout for the whole test session."""
     target = tiny_target(family)
     goal = text_config(target.config)
-    config = tiny_config(layers, num_target_layers=goal.num_hidden_layers, target_layer_ids=(1, 2, 4))
+    config = tiny_config(layers, num_target_layers=goal.num_hidden_layers, target_layer_ids=(1, 2, 4), dflash2=dflash2)
     drafter = Drafter(config)
     with torch.no_grad():
         for name, tensor in Drafter.initial_tensors(config, torch.Generator().manual_seed(0)):
@@ -50,7 +52,7 @@ def overfitted(family: str, layers: tuple[str, ...], steps: int = 150) -> tuple[
     packs = [as_pack(target, drafter, prompt, text) for prompt, text in zip(PROMPTS, texts, strict=True)]
     step, optimizer = draft_step(drafter, target), torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     for _ in range(steps):
-        tally = Tally(config.block_size, torch.device("cpu"))
+        tally = Tally.of(config, torch.device("cpu"))
         for pack in packs:
             loss, weight = step.loss(pack, tally)
             (loss / weight / len(packs)).backward()

@@ -1,18 +1,23 @@
 """Training starts from a published drafter, or says why it cannot."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma3TextConfig, Qwen3Config
 
 from dflash_data.target import TargetModel
-from dflash_model import UserError, save_drafter
+from dflash_model import DFlash2Config, Drafter, DraftInputs, UserError, load_drafter, save_drafter
 from dflash_model.config import FULL, SLIDING
 from dflash_model.layout import to_published
 from dflash_train.config import DrafterSection
 from dflash_train.drafter_config import drafter_config
+from dflash_train.start import initial_tensors
 from support.tiny import DENSE, tiny_config, tiny_drafter
+
+DFLASH2 = DFlash2Config(conv_kernel_size=3, conv_group_size=8, selector_rank=10, selector_top_k=5)
 
 
 def saved(folder: Path, **changes: Any) -> str:
@@ -47,6 +52,76 @@ def test_its_own_shape_holds(tmp_path: Path) -> None:
 def test_settings_that_contradict_it_are_refused(section: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         drafter_config(DrafterSection(init_from=saved(tmp_path), **section), target(), None)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "dflash"}, r"drafter\.kind is dflash; drafter\.init_from .* has dflash2: leave the key out"),
+        ({"selector_rank": 256}, r"drafter\.selector_rank is 256; drafter\.init_from .* has 10"),
+        ({"kind": "dflash2", "conv_kernel_size": 2}, r"drafter\.conv_kernel_size is 2; .* has 3"),
+    ],
+)
+def test_a_dflash2_drafter_stays_what_it_is(section: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, dflash2=DFLASH2)
+    assert drafter_config(DrafterSection(init_from=folder), target(), None).dflash2 == DFLASH2
+    agreeing = DrafterSection(init_from=folder, kind="dflash2", conv_kernel_size=3, selector_top_k=5)
+    assert drafter_config(agreeing, target(), None).dflash2 == DFLASH2
+    with pytest.raises(UserError, match=message):
+        drafter_config(DrafterSection(init_from=folder, **section), target(), None)
+
+
+def test_a_dflash_drafter_becomes_a_dflash2_one(tmp_path: Path) -> None:
+    """It keeps its layers, taps and who sees whom; what is new has the sizes of the settings and changes nothing."""
+    folder = saved(tmp_path)
+    assert drafter_config(DrafterSection(init_from=folder), target(), None).dflash2 is None
+    section = DrafterSection(init_from=folder, kind="dflash2", selector_rank=10)
+    config = drafter_config(section, target(), None)
+    assert config.dflash2 == DFlash2Config(selector_rank=10)
+    assert replace(config, dflash2=None) == drafter_config(DrafterSection(init_from=folder), target(), None)
+    tensors = dict(initial_tensors(section, target(), config, seed=0))
+    mine, theirs = Drafter(config), load_drafter(folder, dtype=torch.float32)
+    mine.load_state_dict(tensors)
+    generator = torch.Generator().manual_seed(0)
+    inputs = DraftInputs(
+        torch.randn(1, 8, 64, generator=generator), torch.randn(1, 5, config.context_size, generator=generator),
+        torch.arange(5)[None], torch.arange(5, 9).repeat(2)[None], {},
+    )  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(mine(inputs), theirs(inputs))
+    assert not tensors["candidate_selector.successor_codebook"].any()
+    assert tensors["candidate_selector.predecessor_codebook"].any()
+
+
+def test_new_dflash2_drafters_are_laid_out_like_published_ones() -> None:
+    """Sliding layers see their whole block, which servers are told."""
+    section = DrafterSection(
+        kind="dflash2", mask_token_id=5, num_layers=2, target_layer_ids=[1, 2], num_sliding_layers=2, sliding_window=40
+    )
+    config = drafter_config(section, target(), None)
+    assert asdict(config)["dflash2"] == {
+        "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
+    }  # fmt: skip
+    assert not config.causal_in_block(SLIDING)
+    assert to_published(config)["is_causal"] is False
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "dspark"}, r"drafter\.kind is 'dspark'; it takes dflash or dflash2"),
+        ({"conv_group_size": 8}, r"drafter\.conv_group_size is 8; only a drafter of drafter\.kind=dflash2 has it"),
+        ({"kind": "dflash", "selector_rank": 8}, r"drafter\.selector_rank is 8; only a drafter of"),
+        ({"kind": "dflash2", "conv_group_size": 7}, r"drafter\.conv_group_size is 7; it must divide .* \(64\)"),
+    ],
+)
+@pytest.mark.parametrize("started", [False, True])
+def test_wrong_kinds_and_sizes_are_refused(
+    started: bool, section: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    begin: dict[str, Any] = {"init_from": saved(tmp_path)} if started else {"mask_token_id": 5, "target_layer_ids": [1]}
+    with pytest.raises(UserError, match=message):
+        drafter_config(DrafterSection(**begin, **section), target(), None)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,9 @@ def test_equals_dense(
 
     mine = hidden.clone().requires_grad_()
     taught = label if kind == "ce" else state
-    loss, choice = frozen_head_loss(mine, head, taught, chunk_rows, kind=kind, multiplier=multiplier, softcap=softcap)
+    loss, choice, *_ = frozen_head_loss(
+        mine, head, taught, chunk_rows, kind=kind, multiplier=multiplier, softcap=softcap
+    )
     (3 * weight * loss).sum().backward()
     name = f"{kind}, {str(dtype).removeprefix('torch.')}{', capped logits' if softcap else ''}"
     worst = (loss.double() - expected).detach().norm() / expected.detach().norm()
@@ -83,7 +85,7 @@ def test_compiled_for_any_number_of_rows(kind: str) -> None:
             taught = torch.randint(0, 37, (rows,)) if kind == "ce" else torch.randn(rows, 16)
             results = []
             for compiled in (False, True):
-                loss, choice = frozen_head_loss(hidden, head, taught, 8, kind=kind, softcap=3.0, compiled=compiled)
+                loss, choice, *_ = frozen_head_loss(hidden, head, taught, 8, kind=kind, softcap=3.0, compiled=compiled)
                 results.append((loss, choice, *torch.autograd.grad(loss.sum(), hidden)))
             for plain, fused in zip(*results, strict=True):
                 torch.testing.assert_close(fused, plain)
@@ -112,7 +114,7 @@ def test_choices_are_the_argmax_of_the_logits() -> None:
 
 def test_no_rows_is_zero_and_keeps_the_graph() -> None:
     hidden = torch.randn(0, 16, requires_grad=True)
-    loss, choice = frozen_head_loss(hidden, torch.randn(37, 16), torch.zeros(0).long(), 8)
+    loss, choice, *_ = frozen_head_loss(hidden, torch.randn(37, 16), torch.zeros(0).long(), 8)
     loss.sum().backward()
     assert loss.sum().item() == 0
     assert choice.shape == (0,)

@@ -56,9 +56,10 @@ def test_one_layer_over_the_layer_below_is_the_targets_last(tmp_path: Path) -> N
 
 
 @torch.no_grad()
-def test_layers_keep_their_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_layers_keep_their_order(kind: str, tmp_path: Path) -> None:
     target = saved("qwen3", tmp_path)
-    drafter = started(tmp_path, num_layers=3, target_layer_ids=[1, 3])
+    drafter = started(tmp_path, num_layers=3, target_layer_ids=[1, 3], kind=kind)
     for mine, theirs in zip(drafter.layers, decoder_layers(target)[3:], strict=True):
         assert torch.equal(mine.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
         assert torch.equal(mine.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)

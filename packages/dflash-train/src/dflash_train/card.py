@@ -18,7 +18,7 @@ base_model: {quoted}
 tags: [dflash, speculative-decoding]
 ---
 
-# DFlash drafter for {target}
+# {method} drafter for {target}
 
 Proposes {proposals} tokens at a time for `{target}`, from that model's own hidden states; the target checks them, so
 its text stays what it was. It works with this target only, and has no embedding or head of its own.
@@ -60,6 +60,10 @@ out = dflash_model.generate(drafter, target, prompt_ids, max_new_tokens=256)
 
 Trained with DFlash-Train. The algorithm is that of the DFlash paper (arXiv 2602.06036).
 """
+DFLASH2_NOTE = (
+    "\nSGLang serves DFlash2 since its #35371, vLLM since its #52816 (with the V2 model runner); what is older would"
+    " leave a part of the drafter out.\n"
+)
 HYBRID_NOTE = "\nThe layers mix sliding and full attention: vLLM serves such drafters with its V2 model runner only.\n"
 UNKNOWN = "unknown (exported from a bare drafter, not from a training checkpoint)"
 
@@ -124,6 +128,7 @@ def model_card(config: DrafterConfig, origin: Origin, folder: str, target: str |
         raise UserError("target is not set, and the checkpoint does not name its target; give it as target=NAME")
     mixed = len(set(config.layer_types)) > 1
     return TEMPLATE.format(
+        method="DFlash" if config.dflash2 is None else "DFlash2",
         target=target,
         quoted=json.dumps(target, ensure_ascii=False),  # JSON is YAML
         folder=folder,
@@ -138,7 +143,7 @@ def model_card(config: DrafterConfig, origin: Origin, folder: str, target: str |
         data=_data(facts),
         trained=_trained(origin.manifest, facts),
         acceptance=_acceptance(origin.evaluation) if facts else UNKNOWN,
-        note=HYBRID_NOTE if mixed else "",
+        note=(DFLASH2_NOTE if config.dflash2 else "") + (HYBRID_NOTE if mixed else ""),
     )
 
 
@@ -149,6 +154,11 @@ def _layers(config: DrafterConfig) -> str:
         reach = f"sliding over {config.sliding_window} tokens" if kind == SLIDING else "full"
         inside = "causal" if config.causal_in_block(kind) else "bidirectional"
         parts.append(f"{config.layer_types.count(kind)} {reach}, {inside} in the block")
+    if config.dflash2 is not None:
+        parts.append(
+            f"convolutions over {config.dflash2.conv_kernel_size} slots; a selector among"
+            f" {config.dflash2.selector_top_k} candidates"
+        )
     return "; ".join(parts)
 
 

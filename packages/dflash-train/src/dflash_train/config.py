@@ -47,6 +47,11 @@ class TargetSection:
 class DrafterSection:
     """The model to train; what is not set follows the target."""
 
+    kind: str | None = key(
+        None,
+        "dflash; or dflash2: convolutions along the block, and a selector among each slot's likeliest tokens; default:"
+        " what init_from is, else dflash. A dflash drafter given as init_from begins as the dflash2 one it drafts like",
+    )
     init_from: str | None = key(
         None,
         "start from this drafter's weights (folder with config.json and model.safetensors); its shape holds, and the"
@@ -67,9 +72,15 @@ class DrafterSection:
     head_dim: int | None = key(None, "head size; default: the target's")
     rope_theta: float | None = key(None, "rotary base; default: the target's")
     num_sliding_layers: int | None = key(
-        None, "this many layers from the first are sliding (causal in the block), the rest full; default: 0"
+        None,
+        "this many layers from the first are sliding (causal in the block, except in new dflash2 drafters), the rest"
+        " full; default: 0",
     )
     sliding_window: int | None = key(None, "tokens a sliding layer sees back")
+    conv_kernel_size: int | None = key(None, "dflash2: slots a convolution sums over, itself included; default: 2")
+    conv_group_size: int | None = key(None, "dflash2: channels whose kernel a slot changes alike; default: 16")
+    selector_rank: int | None = key(None, "dflash2: width of the selector's codebooks; default: 256")
+    selector_top_k: int | None = key(None, "dflash2: tokens the selector chooses among; default: 16")
 
 
 @dataclass
@@ -127,7 +138,7 @@ class TrainerSection:
 
 @dataclass
 class OptimizerSection:
-    """AdamW with warmup and cosine decay; norms are not decayed."""
+    """AdamW with warmup and cosine decay; norms, and dflash2's codebooks and base kernels, are not decayed."""
 
     lr: float = key(6e-4, "peak learning rate")
     beta1: float = key(0.9, "AdamW beta1")
@@ -151,6 +162,9 @@ class LossSection:
     gamma: float | None = key(None, "decay length of the slot weights; default: 7 at block 16, 5 at 10, 4 at 8")
     dpace_alpha: float = key(0.5, "dpace: at 0 the drafter's own probabilities alone, at 1 none of them")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
+    selector_weight: float = key(
+        1.0, "dflash2: of the cross-entropy of the selector, over the slots whose token is among its candidates"
+    )
 
 
 @dataclass

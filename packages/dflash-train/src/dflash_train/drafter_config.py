@@ -1,12 +1,14 @@
 """Which drafter a job trains: what its settings say, or the one it starts from; the rest follows the target."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dflash_data.ends import end_rules, resolve_mask_token_id
 from dflash_data.target import TargetModel
-from dflash_model import DrafterConfig, UserError, check_drafter, default_target_layer_ids
+from dflash_model import DFlash2Config, DrafterConfig, UserError, check_drafter, default_target_layer_ids
 from dflash_model.config import FULL, SLIDING
+from dflash_model.layout import DFLASH2_KEYS
 from dflash_train.config import DrafterSection
 
 NUM_LAYERS, BLOCK_SIZE = 5, 16  # the published layout
@@ -32,6 +34,7 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
         raise UserError(f"drafter.num_sliding_layers is {sliding}; it takes 0 to drafter.num_layers ({num_layers})")
     heads = section.num_heads or goal.num_attention_heads
     taps = section.target_layer_ids or default_target_layer_ids(goal.num_hidden_layers, section.num_taps or num_layers)
+    added = _added_parts(section)
     tokenizer_folder = Path(tokenizer).expanduser() if tokenizer else target.folder
     return DrafterConfig(
         hidden_size=goal.hidden_size,
@@ -49,10 +52,24 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
         ),
         layer_types=(SLIDING,) * sliding + (FULL,) * (num_layers - sliding),
         sliding_window=section.sliding_window if sliding else None,
+        is_causal=None if added is None else False,  # published DFlash2 drafters see the whole block in all layers
         rope_theta=section.rope_theta or _rope_theta(target),
         max_position_embeddings=goal.max_position_embeddings,
+        dflash2=added,
         **end_rules(target),
     )
+
+
+def _added_parts(section: DrafterSection) -> DFlash2Config | None:
+    """What DFlash2 adds to a new drafter, or to a DFlash drafter that training starts from."""
+    if section.kind not in (None, "dflash", "dflash2"):
+        raise UserError(f"drafter.kind is {section.kind!r}; it takes dflash or dflash2")
+    stated = {name: getattr(section, name) for name in DFLASH2_KEYS if getattr(section, name) is not None}
+    if section.kind == "dflash2":
+        return DFlash2Config(**stated)
+    for name, value in stated.items():
+        raise UserError(f"drafter.{name} is {value}; only a drafter of drafter.kind=dflash2 has it")
+    return None
 
 
 def _intermediate_size(target: TargetModel) -> int:
@@ -85,12 +102,16 @@ def _initial_drafter(section: DrafterSection, folder: str, target: TargetModel) 
                 f"drafter.init_from ({folder}) has {name} {getattr(drafter, name)}, the target has {value}; if the"
                 f" drafter was trained with the target's, write {name} into its config.json"
             )
+    if drafter.dflash2 is None:
+        drafter = replace(drafter, dflash2=_added_parts(section))
     stated: dict[str, Any] = {
         name: getattr(section, name)
-        for name in ("num_layers", "block_size", "mask_token_id", "intermediate_size", "num_heads", "num_kv_heads",
-                     "head_dim", "rope_theta", "sliding_window", "hidden_size")
+        for name in ("kind", "num_layers", "block_size", "mask_token_id", "intermediate_size", "num_heads",
+                     "num_kv_heads", "head_dim", "rope_theta", "sliding_window", "hidden_size")
     }  # fmt: skip
     found = {name: getattr(drafter, name) for name in stated}
+    stated |= {name: getattr(section, name) for name in DFLASH2_KEYS}
+    found |= {name: getattr(drafter.dflash2, name) for name in DFLASH2_KEYS if drafter.dflash2}
     stated["num_sliding_layers"] = section.num_sliding_layers
     found["num_sliding_layers"] = drafter.layer_types.count(SLIDING)
     stated["num_taps"], found["num_taps"] = section.num_taps, len(drafter.target_layer_ids)

@@ -15,6 +15,7 @@ GIB = 2**30
 # Tensors of one layer's forward that autograd keeps per block slot, in widths of D (norms, attention in and out,
 # residuals) and of the MLP (gate, up, their product). Counted from drafter.py; a plan, not a measurement.
 KEPT_WIDTHS, KEPT_MLP = 8, 3
+KEPT_CONVOLUTIONS = 4  # widths that DFlash2's four convolutions of a layer keep
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ def drafter_share(job: Job, num_parameters: int) -> Share:
     config, drafter = job.config, job.drafter
     size, ranks = DTYPES[config.trainer.dtype].itemsize, job.split.num_drafters
     slots = config.data.anchors_per_pack * drafter.block_size
-    kept = slots * drafter.num_layers * (KEPT_WIDTHS * drafter.hidden_size + KEPT_MLP * drafter.intermediate_size)
+    widths = KEPT_WIDTHS + (KEPT_CONVOLUTIONS if drafter.dflash2 else 0)
+    kept = slots * drafter.num_layers * (widths * drafter.hidden_size + KEPT_MLP * drafter.intermediate_size)
+    if drafter.dflash2 is not None:  # vectors of the tokens before and of the candidates
+        kept += slots * drafter.dflash2.selector_rank * (drafter.dflash2.selector_top_k + 3)
     keys = (config.data.seq_len + slots) * drafter.num_layers * 4 * drafter.num_kv_heads * drafter.head_dim
     ends = (1 if job.target.config.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
     held = 2 * size if config.loss.kind == "ce" else 3 * size  # logits, their gradient, the target's logits
@@ -101,7 +105,8 @@ def report(job: Job) -> str:
     total = count(model)
     built = job.target.build_meta(DTYPES[config.target.dtype], max(job.tap_ids) + 1)
     with torch.device("meta"):
-        drafter = count(Drafter(job.drafter))
+        parts = Drafter(job.drafter)
+    drafter = count(parts)
     shares = [("target", target_share(job, built)), ("drafter", drafter_share(job, drafter))]
     layers = job.target.config.num_hidden_layers
     lines = [
@@ -112,6 +117,7 @@ def report(job: Job) -> str:
         f" {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
         f"             layers {', '.join(job.drafter.layer_types)}"
         + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
+        *_added(parts),
     ]
     for rank in range(split.world_size):
         roles = [
@@ -128,6 +134,19 @@ def report(job: Job) -> str:
     lines += _work(job)
     lines += _check_fit(job, shares)
     return "\n".join(lines)
+
+
+def _added(drafter: Drafter) -> list[str]:
+    """Parameters of what DFlash2 adds."""
+    selector = drafter.candidate_selector
+    if selector is None:
+        return []
+    convolutions = sum(p.numel() for name, p in drafter.named_parameters() if "_conv." in name)
+    projection = count(selector.hidden_projection)
+    return [
+        f"             DFlash2: convolutions {big(convolutions)}, codebooks {big(count(selector) - projection)}, their"
+        f" projection {big(projection)} of these parameters"
+    ]
 
 
 def _work(job: Job) -> list[str]:

@@ -168,6 +168,11 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
             f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size})"
             f" must be a multiple of {TILE}"
         )
+    if drafter.dflash2 is None and config.loss.selector_weight != 1:
+        raise UserError(
+            f"loss.selector_weight is {config.loss.selector_weight}; only a drafter of drafter.kind=dflash2 has a"
+            " selector"
+        )
     if config.loss.kind != "ce":
         find_final_norm(target, DTYPES[config.target.dtype])
     if config.drafter.init_from_target:
@@ -222,6 +227,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("checkpoint.interval", config.checkpoint.interval),
         ("checkpoint.milestone_interval", config.checkpoint.milestone_interval),
         ("trainer.context_noise", config.trainer.context_noise),
+        ("loss.selector_weight", config.loss.selector_weight),
     ):
         if value < 0:
             raise UserError(f"{name} is {value}; it must be 0 or more")

@@ -3,9 +3,11 @@
 Rows (slots that are supervised) go through the head a chunk at a time. Each row's loss and its gradient with respect to
 the hidden state are computed in the same pass, while the chunk's logits exist: nothing is recomputed, the frozen head
 gets no gradient, and memory holds one chunk of logits (two, if the target's are asked for) whatever the block size.
-Rows are weighted afterwards, so weights may depend on the losses themselves.
+Rows are weighted afterwards, so weights may depend on the losses themselves. The candidates of DFlash2's selector come
+from the same logits; what it does with theirs goes back through their rows of the head alone.
 
-Legend: R supervised slots, C those of one chunk, A blocks, K block size, D drafter width, V vocabulary.
+Legend: R supervised slots, C those of one chunk, J candidates of a slot, A blocks, K block size, D drafter width,
+V vocabulary.
 Source: DFlash paper equation 4 (cross-entropy and decay); D-PACE, arXiv 2605.18810; the distribution losses as in
 speculators' losses/eager.py. SpecForge and speculators materialise or recompute here.
 """
@@ -13,11 +15,14 @@ speculators' losses/eager.py. SpecForge and speculators materialise or recompute
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dflash_model import DrafterConfig
+from dflash_model.drafter import draft_candidates
 
 # Logits of the drafter, what is taught (labels, or logits of the target), factor and cap of the logits ->
 # losses, argmax of the rows, gradients with respect to the logits in their type.
@@ -98,8 +103,24 @@ def compiled_rows(kind: str) -> ChunkLoss:
     return call
 
 
+class HeadRows(NamedTuple):
+    """What came of every row's logits.
+
+    Attributes:
+        loss_R: fp32.
+        choice_R: int64, the most likely token.
+        candidate_RJ: int64, the likeliest tokens in no order.
+        unary_RJ: their fp32 logits after factor and cap.
+    """
+
+    loss_R: Tensor
+    choice_R: Tensor
+    candidate_RJ: Tensor
+    unary_RJ: Tensor
+
+
 class FrozenHeadLoss(torch.autograd.Function):
-    """Each row's loss and argmax."""
+    """Each row's loss and argmax, its candidates and their logits before factor and cap."""
 
     @staticmethod
     def forward(
@@ -111,29 +132,39 @@ class FrozenHeadLoss(torch.autograd.Function):
         multiplier: float,
         softcap: float | None,
         of_chunk: ChunkLoss,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the fp32 losses and the int64 argmax of every row."""
+        top_k: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return fp32 losses and logits, int64 tokens."""
         grad_RD = torch.empty_like(hidden_RD)
         loss_R = torch.empty(len(hidden_RD), dtype=torch.float32, device=hidden_RD.device)
         choice_R = torch.empty(len(hidden_RD), dtype=torch.long, device=hidden_RD.device)
+        logit_RJ, candidate_RJ = loss_R.new_empty(len(loss_R), top_k), choice_R.new_empty(len(loss_R), top_k)
         for rows in _chunks(len(hidden_RD), chunk_rows):
             logits_CV = F.linear(hidden_RD[rows].to(head_VD.dtype), head_VD)
             goal = taught[rows] if taught.dim() == 1 else F.linear(taught[rows].to(head_VD.dtype), head_VD)
             loss_R[rows], choice_R[rows], slope_CV = of_chunk(logits_CV, goal, multiplier, softcap)
             grad_RD[rows] = (slope_CV @ head_VD).to(grad_RD.dtype)
-        ctx.save_for_backward(grad_RD)
-        ctx.mark_non_differentiable(choice_R)
-        return loss_R, choice_R
+            if top_k:
+                logit_RJ[rows], candidate_RJ[rows] = logits_CV.topk(top_k, sorted=False)
+        ctx.save_for_backward(grad_RD, candidate_RJ, head_VD)
+        ctx.mark_non_differentiable(choice_R, candidate_RJ)
+        return loss_R, choice_R, candidate_RJ, logit_RJ
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any,  # noqa: ANN401 - torch's context object
         grad_loss_R: Tensor,
         grad_choice: None,
+        grad_candidate: None,
+        grad_logit_RJ: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Scale the stored gradients."""
-        (grad_RD,) = ctx.saved_tensors
-        return (grad_RD * grad_loss_R[:, None]).to(grad_RD.dtype), *(None,) * 6
+        """Scale the stored gradients, and add the rows of the head that candidates' gradients ask for."""
+        grad_RD, candidate_RJ, head_VD = ctx.saved_tensors
+        total_RD = grad_RD * grad_loss_R[:, None]
+        if candidate_RJ.shape[1]:
+            share_RJ = grad_logit_RJ.to(head_VD.dtype)
+            total_RD = total_RD + F.embedding_bag(candidate_RJ, head_VD, per_sample_weights=share_RJ, mode="sum")
+        return total_RD.to(grad_RD.dtype), *(None,) * 7
 
 
 def _chunks(rows: int, chunk_rows: int) -> list[slice]:
@@ -153,8 +184,9 @@ def frozen_head_loss(
     multiplier: float = 1.0,
     softcap: float | None = None,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Every row's loss, and the argmax of every row from the same logits.
+    top_k: int = 0,
+) -> HeadRows:
+    """Every row's loss, and its likeliest tokens from the same logits.
 
     Args:
         hidden_RD: drafter outputs of the supervised slots.
@@ -165,12 +197,24 @@ def frozen_head_loss(
         multiplier: positive factor on the logits.
         softcap: c of ``c * tanh(logits / c)``, after the factor; None for no cap.
         compiled: fuse what lies between the matrix products.
+        top_k: J, candidates of each row.
     """
     of_chunk = compiled_rows(kind) if compiled else ROW_LOSSES[kind]
-    loss_R, choice_R = FrozenHeadLoss.apply(  # type: ignore[misc]
-        hidden_RD, head_VD, taught, chunk_rows, multiplier, softcap, of_chunk
+    loss_R, choice_R, candidate_RJ, logit_RJ = FrozenHeadLoss.apply(  # type: ignore[misc]
+        hidden_RD, head_VD, taught, chunk_rows, multiplier, softcap, of_chunk, top_k
     )
-    return loss_R, choice_R
+    return HeadRows(loss_R, choice_R, candidate_RJ, _capped(logit_RJ, multiplier, softcap))
+
+
+def selector_loss(score_RJ: Tensor, candidate_RJ: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the scores with the label, and whether it is among the candidates; 0 where it is not.
+
+    There, no score drafts it.
+    """
+    at_label_RJ = candidate_RJ == label_R[:, None]
+    among_R = at_label_RJ.any(-1)
+    loss_R = score_RJ.logsumexp(-1) - (score_RJ * at_label_RJ).sum(-1)
+    return torch.where(among_R, loss_R, 0.0), among_R
 
 
 def dpace_weights(loss_R: Tensor, row_R: Tensor, num_blocks: int, block_size: int, alpha: float) -> Tensor:
@@ -199,3 +243,12 @@ def frozen_head_choices(hidden_RD: Tensor, head_VD: Tensor, chunk_rows: int) -> 
     chunks = (hidden_RD[rows].to(head_VD.dtype) for rows in _chunks(len(hidden_RD), chunk_rows))
     parts = [F.linear(chunk_CD, head_VD).argmax(-1) for chunk_CD in chunks]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long, device=hidden_RD.device)
+
+
+def frozen_head_candidates(
+    config: DrafterConfig, hidden_RD: Tensor, head_VD: Tensor, chunk_rows: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Every row's candidates and their logits."""
+    chunks = _chunks(len(hidden_RD), chunk_rows) or [slice(0)]
+    parts = [draft_candidates(config, hidden_RD[rows], head_VD, top_k) for rows in chunks]
+    return torch.cat([candidate for candidate, _ in parts]), torch.cat([unary for _, unary in parts])

@@ -30,11 +30,13 @@ def initial_tensors(
     Raises:
         UserError: the target's layers cannot be borrowed, or a file cannot be read.
     """
+    stored = set()
     if section.init_from is not None:
         for name, tensor in stored_tensors(Path(section.init_from).expanduser()):
+            stored.add(name)
             yield name, tensor.float()
-        return
-    drawn = Drafter.initial_tensors(drafter, torch.Generator().manual_seed(seed))
+    # Of a drafter in a file, only what DFlash2 adds to it is left.
+    drawn = Drafter.initial_tensors(drafter, torch.Generator().manual_seed(seed), known=stored)
     if not section.init_from_target:
         yield from drawn
         return

@@ -24,7 +24,8 @@ __all__ = [
     "peak_flops",
 ]
 
-NORMS = r"norm.*\.weight$"
+# Norms, and DFlash2's codebooks (most of whose rows get no gradient in a step) and kernels (which begin at one).
+UNDECAYED = r"(norm.*\.weight|base_kernel|_codebook)$"
 
 # Its informative lines (parameter groups, one line a collection) would drown ours; warnings still show.
 logging.getLogger("torchtitan").setLevel(logging.WARNING)
@@ -34,14 +35,14 @@ logging.getLogger().setLevel(logging.WARNING)
 def build_optimizer(
     model: nn.Module, section: OptimizerSection, steps: int
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
-    """Fused AdamW over the sharded fp32 weights, norms without decay; linear warmup, then cosine."""
+    """Fused AdamW over the sharded fp32 weights, some of them without decay; linear warmup, then cosine."""
     shared = {"lr": section.lr, "betas": (section.beta1, section.beta2)}
     config = OptimizersContainer.Config(
         param_groups=[
-            ParamGroupConfig(pattern=NORMS, optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": 0.0}),
             ParamGroupConfig(
-                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": section.weight_decay}
-            ),
+                pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**shared, "weight_decay": decay}
+            )
+            for pattern, decay in ((UNDECAYED, 0.0), (".*", section.weight_decay))
         ],
         implementation="fused",
     )

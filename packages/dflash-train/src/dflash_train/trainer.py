@@ -99,10 +99,12 @@ class Trainer:
             self.drafter, ends, DTYPES[job.config.trainer.dtype], loss.chunk_rows,
             sparse=meshes.device.type == "cuda",
             compiled=job.config.trainer.compile and meshes.device.type == "cuda",
-            objective=Objective(loss.kind, loss.dpace_alpha if loss.weighting == "dpace" else None),
+            objective=Objective(
+                loss.kind, loss.dpace_alpha if loss.weighting == "dpace" else None, loss.selector_weight
+            ),
         )  # fmt: skip
         self.own_rank = job.split.drafter_rank(meshes.rank) or 0
-        self.tally = Tally(job.drafter.block_size, meshes.device)
+        self.tally = Tally.of(job.drafter, meshes.device)
         self.interval = Interval.empty(job.split.num_targets)
         self.evaluated = False
         self.stalls: StallWatch | None = None
@@ -350,7 +352,7 @@ class Trainer:
             packs = as_ranges(number for part in numbers for number in part)
             seconds = {name: parts.seconds(name) for name in parts.names}
             self.log.step(step, values, accounts, parts=seconds, memory_gib=memory, packs=packs)
-        self.tally = Tally(self.job.drafter.block_size, device)
+        self.tally = Tally.of(self.job.drafter, device)
         self.interval = Interval.empty(split.num_targets)
 
     def _own_account(self, compile_s: float) -> list[float]:
