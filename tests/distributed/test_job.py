@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dflash_model import UserError
+from dflash_model import UserError, load_drafter
 from dflash_train.cli import parse
 from dflash_train.config import RunConfig
 from dflash_train.job import check_job
@@ -60,6 +60,35 @@ def test_other_objectives_do_not_depend_on_the_split(kind: str, weighting: str, 
     assert evaluations(tmp_path / "one") == evaluations(tmp_path / "split")
     if noise:
         assert [row["context_noise"] for row in one] == pytest.approx([noise * left / 4 for left in (4, 3, 2, 1)])
+
+
+DFLASH2 = {"drafter.kind": "dflash2", "drafter.selector_rank": 24, "loss.selector_weight": 0.5}
+
+
+@pytest.mark.parametrize(("kind", "weighting"), [("ce", "dpace"), ("kl", "decay")])
+def test_dflash2_does_not_depend_on_the_split(kind: str, weighting: str, tmp_path: Path) -> None:
+    """One rank, 1+3 (more drafter ranks than a base kernel has rows), and 1+3 that goes on as 2+2 behind step 2."""
+    changes = DFLASH2 | {"loss.kind": kind, "loss.weighting": weighting, "optimizer.weight_decay": 0.1}
+    one = run(tmp_path / "one", 1, QWEN3, **changes)
+    three = run(tmp_path / "three", 4, QWEN3, **changes, **{"mesh.target": 1, "mesh.drafter": 3})
+    shutil.copytree(tmp_path / "three", tmp_path / "two")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / f"step-{step}")
+    two = run(tmp_path / "two", 4, QWEN3, **changes, **{"mesh.target": 2, "mesh.drafter": 2})
+    names = ("loss", "selector_loss", "selector_missed", "grad_norm")
+    for row, *others in zip(one, three, two, strict=True):
+        for other in others:
+            assert [other[name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-4)
+    assert 0 < one[0]["selector_missed"] < 1
+    for name in ("three", "two"):
+        assert evaluations(tmp_path / "one") == evaluations(tmp_path / name)
+    folder = tmp_path / "two" / "run" / "checkpoints" / f"step-{STEPS}" / "dflash"
+    drafter, tensors = load_drafter(folder), load_file(folder / "model.safetensors")
+    assert drafter.config.kind == "dflash2"
+    for layer in range(2):  # every new part has moved from where it starts
+        assert tensors[f"layers.{layer}.attention_conv.kernel_projection.weight"].any()
+        assert tensors[f"layers.{layer}.mlp_conv.base_kernel"][:, 1].any()
+    assert tensors["candidate_selector.successor_codebook"].any()
 
 
 def test_noise_is_the_packs_own() -> None:
@@ -152,10 +181,11 @@ def test_a_run_that_would_change_is_refused(tmp_path: Path) -> None:
     assert "trainer.packs_per_step = 6, this one has 3" in run_ranks(refusal(argv), 1, tmp_path)[0]
 
 
-def test_warm_start_begins_where_the_other_drafter_ended(tmp_path: Path) -> None:
-    run(tmp_path / "first", 1, QWEN3)
+@pytest.mark.parametrize(("kind", "then"), [("dflash", "dflash"), ("dflash", "dflash2"), ("dflash2", "dflash2")])
+def test_warm_start_begins_where_the_other_drafter_ended(kind: str, then: str, tmp_path: Path) -> None:
+    run(tmp_path / "first", 1, QWEN3, **{"drafter.kind": kind})
     drafter = tmp_path / "first" / "run" / "checkpoints" / f"step-{STEPS}" / "dflash"
-    run(tmp_path / "second", 1, QWEN3, **{"drafter.init_from": drafter})
+    run(tmp_path / "second", 1, QWEN3, **{"drafter.init_from": drafter, "drafter.kind": then})
     before, after = evaluations(tmp_path / "first")[-1], evaluations(tmp_path / "second")[0]
     assert after[0] == 0
     assert after[1] == before[1]

@@ -1,12 +1,20 @@
 """The tools as a user starts them."""
 
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import dflash.model as reference
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dflash_model import UserError
+import export
+from dflash_model import Drafter, Sampling, UserError, generate, load_drafter
+from dflash_model.decoding import _Session
+from dflash_model.taps import context_features
 from dflash_train.cli import parse
 from dflash_train.config import RunConfig
 from dflash_train.dryrun import report
@@ -37,6 +45,52 @@ def test_a_wrong_setting_is_one_sentence_and_all_ranks_leave() -> None:
     assert result.stderr.count("error: mesh.target (1) + mesh.drafter (2) must equal the number of ranks (2") == 1
     assert "exitcode  : 2" in result.stderr
     assert "dflash_train" not in result.stderr, "a traceback of ours"
+
+
+def test_a_dflash_drafter_becomes_a_dflash2_one(tmp_path: Path) -> None:
+    """Trained, trained on as DFlash2, exported: z-lab's package reads it and writes the target's own greedy text."""
+    shared = [
+        "config=tools/configs/debug.yaml", f"data.path={tmp_path / 'data'}", "trainer.steps=3", "evaluate.packs=2",
+        "log.interval=1", "optimizer.lr=0.02",
+    ]  # fmt: skip
+    assert torchrun(2, *shared, f"run.dir={tmp_path / 'a'}").returncode == 0
+    start = tmp_path / "a" / "checkpoints" / "step-3" / "dflash"
+    again = [f"run.dir={tmp_path / 'b'}", f"target.path={tmp_path / 'a' / 'target'}"]
+    result = torchrun(2, *shared, *again, "drafter.kind=dflash2", f"drafter.init_from={start}")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(0 < row["selector_loss"] < math.log(16) + 0.1 and 0 < row["selector_missed"] < 1 for row in rows)
+    out = tmp_path / "b-dflash"
+    assert export.main([f"checkpoint.path={tmp_path / 'b' / 'checkpoints' / 'step-3'}", f"export.path={out}"]) == 0
+    assert "# DFlash2 drafter for" in (out / "README.md").read_text()
+
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "target", dtype=torch.float32).eval()
+    prompt = [3, 17, 5, 90, 41]
+    plain = generate(None, target, prompt, max_new_tokens=20).token_ids
+    mine = load_drafter(out, dtype=torch.float32)
+    assert generate(mine, target, prompt, max_new_tokens=20).token_ids == plain
+    theirs = reference.DFlash2DraftModel.from_pretrained(out, dtype=torch.float32).eval()
+    assert theirs.candidate_selector.successor_codebook.weight.abs().max() > 0
+    # Their loop cannot take tokens back from this hybrid target's states; drafts do not depend on it.
+    for length in (4, 11):
+        text = prompt + plain[:length]
+        context = context_features(target, text[:-1], mine.config.target_layer_ids)[None]
+        ids = torch.tensor([[text[-1], *[mine.config.mask_token_id] * 7]])
+        positions = torch.arange(len(text) + 7)[None]
+        with torch.no_grad():
+            block = target.get_input_embeddings()(ids)
+            hidden = theirs(position_ids=positions, noise_embedding=block, target_hidden=context)[:, 1:]
+            expected, *_ = theirs.propose(hidden, ids[:, 0], target.get_output_embeddings(), 0.0)
+        assert draft(mine, target, text) == expected[0].tolist()
+
+
+def draft(drafter: Drafter, target: PreTrainedModel, text: list[int]) -> list[int]:
+    """What the drafter proposes behind a text, its context taken in one piece."""
+    session = _Session(drafter, target, Sampling())
+    session.context_BSE = context_features(target, text[:-1], drafter.config.target_layer_ids)[None]
+    with torch.no_grad():
+        return session._propose(drafter, text[-1])[0].tolist()
 
 
 def test_dry_run_of_the_reference_machine() -> None:
