@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dflash_model import DraftCache, Drafter, DrafterConfig, DraftInputs, Generation, UserError, generate
+from dflash_model import (
+    DFlash2Config,
+    DraftCache,
+    Drafter,
+    DrafterConfig,
+    DraftInputs,
+    Generation,
+    UserError,
+    generate,
+)
 from dflash_model import default_target_layer_ids as default_taps
 from dflash_model.config import FULL
 from dflash_train.cli import parse
@@ -41,6 +50,7 @@ class DecodeBench:
     preset: str = key("qwen3-8b", f"target: {', '.join(TARGETS)}")
     accepted: int = key(4, "proposals accepted in every round")
     num_layers: int = key(5, "drafter layers")
+    dflash2: bool = key(False, "with DFlash2's convolutions and selector")
     block_size: int = key(16, "K")
     prompt_tokens: int = key(512, "length of the prompt")
     new_tokens: int = key(128, "length of the text")
@@ -94,6 +104,7 @@ def build_drafter(bench: DecodeBench, target: PreTrainedModel) -> ScriptedDrafte
         num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=goal.vocab_size,
         num_target_layers=goal.num_hidden_layers, target_layer_ids=default_taps(goal.num_hidden_layers, 5),
         block_size=bench.block_size, mask_token_id=goal.vocab_size - 1, layer_types=(FULL,) * bench.num_layers,
+        dflash2=DFlash2Config() if bench.dflash2 else None,
     )  # fmt: skip
     with target.device:
         drafter = ScriptedDrafter(config).to(target.dtype).eval().requires_grad_(False)
@@ -125,6 +136,7 @@ def bench_decode(argv: list[str]) -> dict[str, Any]:
     return {
         "bench": "decode", "preset": bench.preset, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "dflash2": bench.dflash2,
         "block_size": bench.block_size, "acceptance_length": median(drafted, "acceptance_length"),
         "target_forwards_per_round": (drafted[0].target_forwards - 1) / rounds,
         "draft_ms_per_round": median(drafted, "draft_seconds") / rounds * 1e3,

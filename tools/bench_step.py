@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dflash_data.ends import FrozenEnds
 from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
-from dflash_model import Drafter, DrafterConfig, UserError
+from dflash_model import DFlash2Config, Drafter, DrafterConfig, UserError
 from dflash_model.blocks import default_gamma, sample_anchors
 from dflash_model.config import FULL, SLIDING
 from dflash_train.cli import parse
@@ -40,6 +40,7 @@ class StepBench:
     preset: str = key("qwen3-8b", "sizes: qwen3-8b, qwen3.6-27b or tiny")
     num_layers: int = key(5, "drafter layers")
     num_sliding_layers: int = key(0, "of which sliding, window 2048")
+    dflash2: bool = key(False, "with DFlash2's convolutions and selector")
     block_size: int = key(16, "K")
     seq_len: int = key(4096, "S")
     anchors: int = key(512, "A")
@@ -134,6 +135,7 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
         **sizes, num_layers=bench.num_layers, num_heads=32, num_kv_heads=8, head_dim=128,
         target_layer_ids=tuple(range(1, 6)), block_size=bench.block_size, mask_token_id=sizes["vocab_size"] - 1,
         layer_types=(SLIDING,) * sliding + (FULL,) * (bench.num_layers - sliding), sliding_window=2048,
+        dflash2=DFlash2Config() if bench.dflash2 else None,
     )  # fmt: skip
     with torch.device("meta"):
         drafter = Drafter(config)
@@ -150,7 +152,7 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
         sparse=device.type == "cuda", compiled=bench.compile and device.type == "cuda",
     )  # fmt: skip
     packs = [random_pack(bench, config, device, seed) for seed in range(4)]
-    tally, calls = Tally(config.block_size, device), iter(range(10**9))
+    tally, calls = Tally.of(config, device), iter(range(10**9))
 
     def one_step() -> None:
         loss_sum, weight_sum = draft.loss(packs[next(calls) % len(packs)], tally)
@@ -185,6 +187,7 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
         "bench": "step", "preset": bench.preset, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": sliding,
+        "dflash2": bench.dflash2,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
         "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
         "achieved_tflop_s": flops / median / 1e12,

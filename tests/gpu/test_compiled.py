@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from dflash_data.packs import TokenPack, staged
 from dflash_data.schedule import Stream, WorkItem
 from dflash_data.target import ShardedTarget, find_target
+from dflash_model.config import FULL
+from dflash_model.drafter import rope_tables
 from dflash_train.loss import ROW_LOSSES, frozen_head_loss
-from support.tiny import FAMILIES, tiny_target
+from support.tiny import DFLASH2, FAMILIES, tiny_config, tiny_drafter, tiny_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,6 +41,45 @@ def test_compiled_loss(kind: str, softcap: float | None) -> None:
         torch.testing.assert_close(fused_loss, loss, rtol=1e-3, atol=1e-3)
         assert (fused_grad - grad).norm() < 1e-2 * grad.norm()
         assert (fused_choice == choice).float().mean() > 0.99  # equal logits may be told apart either way
+
+
+def test_candidates_give_their_gradient_back() -> None:
+    """Logits of the likeliest 16 tokens in bf16, and what goes back through their rows of the head alone."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    head, hidden = (torch.randn(size, 64, device="cuda", generator=generator).bfloat16() for size in (50_001, 700))
+    mine, plain = (hidden.clone().requires_grad_() for _ in range(2))
+    label = torch.zeros(700, dtype=torch.long, device="cuda")
+    rows = frozen_head_loss(mine, head, label, 256, softcap=20.0, compiled=True, top_k=16)
+    logits = torch.tanh(plain.float() @ head.float().T / 20.0) * 20.0
+    weight = torch.randn(700, 16, device="cuda", generator=generator)
+    (rows.unary_RJ * weight).sum().backward()
+    expected = logits.gather(1, rows.candidate_RJ)
+    (expected * weight).sum().backward()
+    assert mine.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(rows.unary_RJ, expected, rtol=1e-2, atol=1e-1)  # logits are made in bf16
+    assert (mine.grad - plain.grad).norm() < 2e-2 * plain.grad.norm()
+    found = rows.unary_RJ.sort(descending=True).values
+    torch.testing.assert_close(found, logits.topk(16).values, rtol=1e-2, atol=1e-1)
+
+
+def test_compiled_convolutions() -> None:
+    """A DFlash2 layer, compiled whole: outputs and gradients of the plain one."""
+    config = tiny_config((FULL,), dflash2=DFLASH2)
+    plain, compiled = (tiny_drafter(config).cuda() for _ in range(2))
+    compiled.layers[0].compile(dynamic=False, fullgraph=True)
+    generator = torch.Generator("cuda").manual_seed(0)
+    block, context = (torch.randn(1, length, 64, device="cuda", generator=generator) for length in (32, 20))
+    position = torch.arange(52, device="cuda")[None]
+    ropes = rope_tables(position[:, :20], 24, 1e4), rope_tables(position[:, 20:], 24, 1e4)
+    outs = [drafter.layers[0](block, context, *ropes, None, None) for drafter in (plain, compiled)]
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-3, atol=1e-3)
+    for out in outs:
+        out.square().mean().backward()
+    for (name, one), other in zip(plain.layers.named_parameters(), compiled.layers.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (other.grad - one.grad).norm() < 2e-3 * one.grad.norm(), name
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from dflash_model import DrafterConfig, save_drafter
 from dflash_model.config import FULL, SLIDING
-from support.tiny import tiny_config, tiny_drafter
+from support.tiny import DFLASH2, tiny_config, tiny_drafter
 
 LAYOUTS = {"full": (FULL, FULL), "4+1": (SLIDING,) * 4 + (FULL,), "sliding": (SLIDING, SLIDING)}
 
@@ -78,6 +78,29 @@ def expectation(config: DrafterConfig) -> dict[str, Any]:
         "rotary_dim": 24,
         "softcap": config.final_logit_softcapping,
     }
+
+
+def test_servers_find_what_dflash2_adds(tmp_path: Path) -> None:
+    """Both choose the model by its architecture, and look for sizes in dflash_config alone.
+
+    Source: vLLM ``models/qwen3_dflash2.py``, SGLang ``srt/models/dflash.py``: the codebooks are parameters, not layers.
+    """
+    config = tiny_config((SLIDING, SLIDING), is_causal=False, dflash2=DFLASH2, final_logit_softcapping=30.0)
+    save_drafter(tiny_drafter(config).state_dict(), config, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert (raw["architectures"], raw["is_causal"]) == (["DFlash2DraftModel"], False)
+    inner = raw["dflash_config"]
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
+    assert [inner[name] for name in sizes] == [3, 4, 20, 6, 30.0]
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    for layer in range(2):
+        for part in ("attention_conv", "mlp_conv"):
+            assert shapes.pop(f"layers.{layer}.{part}.base_kernel") == [2, 3, 64]
+            assert shapes.pop(f"layers.{layer}.{part}.kernel_projection.weight") == [2 * 3 * 64 // 4, 64]
+    assert shapes.pop("candidate_selector.predecessor_codebook") == [131, 20]
+    assert shapes.pop("candidate_selector.successor_codebook") == [131, 20]
+    assert shapes.pop("candidate_selector.hidden_projection.weight") == [20, 64]
+    assert len(shapes) == 3 + 11 * 2
 
 
 def test_tensor_names_are_those_of_the_loaders(tmp_path: Path) -> None:
