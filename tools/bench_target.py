@@ -1,6 +1,8 @@
 """Time the target's forward on random weights: one process, nothing read, no logits."""
 
 import statistics
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +36,15 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     if bench.target.config is None:
         raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
     device, dtype = bench_device(), dtype_of("target.dtype", bench.target.dtype)
-    target = find_target(None, bench.target.config)
+    target, began = find_target(None, bench.target.config), time.perf_counter()
     rule = default_target_layer_ids(target.config.num_hidden_layers, 5)
     taps = bench.drafter.target_layer_ids or list(dict.fromkeys(rule))  # of few layers it names some twice
     sharded = ShardedTarget(
         target, tuple(taps), mesh=DeviceMesh(device.type, [0]), dtype=dtype, reshard=False, float8=bench.target.float8
     )
+    print(f"drawn and checked in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     eager = sharded.compile(bench.data.seq_len) if bench.target.compile and device.type == "cuda" else "compile is off"
+    print(f"ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     pack = random_row(bench, target.config.vocab_size)
     times = timed(lambda: sharded(pack), device, warmup=bench.warmup, repeats=bench.repeats)
     median, ceiling = statistics.median(times), measured_ceiling(device, dtype)

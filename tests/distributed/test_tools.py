@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import export
+from dflash_data.target import find_target
 from dflash_model import Drafter, Sampling, UserError, generate, load_drafter
 from dflash_model.decoding import _Session
 from dflash_model.taps import context_features
@@ -49,14 +50,16 @@ def test_a_wrong_setting_is_one_sentence_and_all_ranks_leave() -> None:
 
 def test_a_dflash_drafter_becomes_a_dflash2_one(tmp_path: Path) -> None:
     """Trained, trained on as DFlash2, exported: z-lab's package reads it and writes the target's own greedy text."""
+    described = parse(RunConfig, [f"config={CONFIGS / 'debug.yaml'}"], "").target.config
+    folder = tmp_path / "target"
+    AutoModelForCausalLM.from_config(find_target(None, described).config, dtype=torch.float32).save_pretrained(folder)
     shared = [
         "config=tools/configs/debug.yaml", f"data.path={tmp_path / 'data'}", "trainer.steps=3", "evaluate.packs=2",
-        "log.interval=1", "optimizer.lr=0.02",
+        "log.interval=1", "optimizer.lr=0.02", f"target.path={folder}",
     ]  # fmt: skip
     assert torchrun(2, *shared, f"run.dir={tmp_path / 'a'}").returncode == 0
     start = tmp_path / "a" / "checkpoints" / "step-3" / "dflash"
-    again = [f"run.dir={tmp_path / 'b'}", f"target.path={tmp_path / 'a' / 'target'}"]
-    result = torchrun(2, *shared, *again, "drafter.kind=dflash2", f"drafter.init_from={start}")
+    result = torchrun(2, *shared, f"run.dir={tmp_path / 'b'}", "drafter.kind=dflash2", f"drafter.init_from={start}")
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -65,7 +68,7 @@ def test_a_dflash_drafter_becomes_a_dflash2_one(tmp_path: Path) -> None:
     assert export.main([f"checkpoint.path={tmp_path / 'b' / 'checkpoints' / 'step-3'}", f"export.path={out}"]) == 0
     assert "# DFlash2 drafter for" in (out / "README.md").read_text()
 
-    target = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "target", dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = [3, 17, 5, 90, 41]
     plain = generate(None, target, prompt, max_new_tokens=20).token_ids
     mine = load_drafter(out, dtype=torch.float32)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dflash_data.float8 import use_float8
 from dflash_model import Drafter, UserError
 from dflash_model.taps import decoder_layers, decoder_of
 from dflash_train.flops import pack_flops
@@ -49,15 +50,21 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters, tied ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
 def target_share(job: Job, built: PreTrainedModel) -> Share:
     """Estimate of one target rank."""
     config, size = job.config, DTYPES[job.config.target.dtype].itemsize
-    decoder, layers = decoder_of(built), [count(layer) for layer in decoder_layers(built)]
-    whole, ranks = count(decoder) * size, job.split.num_targets
+    decoder = decoder_of(built)
+    if config.target.float8:
+        use_float8(decoder)
+    layers = [held_bytes(layer) for layer in decoder_layers(built)]
+    whole, ranks = held_bytes(decoder), job.split.num_targets
     # FSDP prefetches one layer while another computes; the embedding is gathered with the root.
-    gathered = (
-        whole if not config.target.reshard_after_forward else (2 * max(layers) + count(decoder) - sum(layers)) * size
-    )
+    gathered = whole if not config.target.reshard_after_forward else 2 * max(layers) + whole - sum(layers)
     goal = job.target.config
     row = config.data.seq_len * (6 * goal.hidden_size + 3 * goal.intermediate_size) * size
     message = job.layout().num_bytes
@@ -104,6 +111,7 @@ def report(job: Job) -> str:
     model = job.target.build_meta(DTYPES[config.target.dtype])
     total = count(model)
     built = job.target.build_meta(DTYPES[config.target.dtype], max(job.tap_ids) + 1)
+    cut = count(decoder_of(built))
     with torch.device("meta"):
         parts = Drafter(job.drafter)
     drafter = count(parts)
@@ -112,7 +120,7 @@ def report(job: Job) -> str:
     lines = [
         f"ranks        {split.world_size}: {split.describe()}",
         f"target       {big(total)} parameters, {layers} layers; built up to tap"
-        f" {max(job.tap_ids)}: {big(count(decoder_of(built)))} (head included: no)",
+        f" {max(job.tap_ids)}: {big(cut)} (head included: no)",
         f"drafter      {big(drafter)} parameters, {job.drafter.num_layers} layers, block"
         f" {job.drafter.block_size}, taps {list(job.drafter.target_layer_ids)}, mask id {job.drafter.mask_token_id}",
         f"             layers {', '.join(job.drafter.layer_types)}"
