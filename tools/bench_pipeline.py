@@ -1,7 +1,9 @@
-"""Time a whole training job of random weights and documents, on as many ranks as torchrun starts.
+"""Time a whole training job of random weights and documents, on as many ranks as torchrun starts on one host.
 
-Nothing is read or saved but the documents, which are written to a folder that goes away. It is the trainer of
-tools/train.py: what it loses between target and drafter, a real job loses too.
+It is the trainer of tools/train.py: what it loses between target and drafter, a real job loses too. Nothing is read or
+saved but the documents, which are written to a folder that goes away; target.path, data.path, run.dir, trainer.steps,
+checkpoint and evaluate are the bench's own, whatever the configuration says. The last log interval is not counted: in
+it the target has nothing left to make, and queues run dry.
 """
 
 import os
@@ -29,31 +31,37 @@ class PipelineBench(RunConfig):
     """A training job; its target is the one of target.config, with random weights, and its documents are random."""
 
     warmup: int = key(2, "log intervals not counted, of log.interval steps each")
-    repeats: int = key(5, "log intervals counted")
+    repeats: int = key(5, "log intervals counted; each should have many more packs than channel.depth")
 
 
 def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
-    """Run, and measure from what the job logged; None on all ranks but the first."""
+    """Run, and measure from what the job logged; None on all ranks but the first, and if it was stopped."""
     config = parse(PipelineBench, argv, __doc__ or "")
     if config.target.config is None:
         raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
-    rank = int(os.environ.get("RANK", "0"))
-    folder = Path(tempfile.gettempdir()) / f"dflash-bench-{os.getppid()}"  # torchrun is every rank's parent
+    if config.warmup < 0 or config.repeats < 1:
+        raise UserError(f"warmup is {config.warmup} and repeats {config.repeats}; they take 0 or more, and 1 or more")
+    rank, launched = int(os.environ.get("RANK", "0")), "RANK" in os.environ
+    job_pid = os.getppid() if launched else os.getpid()  # torchrun is every rank's parent
+    folder = Path(tempfile.gettempdir()) / f"dflash-bench-{job_pid}"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed bench whose number the system gave out again
     config.run.dir, config.data.path, config.target.path = str(folder / "run"), str(folder / "data"), None
     config.data.synthetic_documents = config.data.synthetic_documents or 512
     config.evaluate.packs = config.checkpoint.interval = 0
-    config.trainer.steps = (config.warmup + config.repeats) * config.log.interval
+    config.trainer.steps = (config.warmup + config.repeats + 1) * config.log.interval
     job = check_job(config, int(os.environ.get("WORLD_SIZE", "1")))
     stop, situation = Stop(), Situation.of(job.split, rank)
+    stop.listen(situation)
     try:
         run_job(job, stop, situation)
         memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         leave(stop, situation, config.channel.start_timeout_seconds)
-        rows = read_jsonl(folder / "run" / "metrics.jsonl")[-config.repeats :] if rank == 0 else []
+        rows = read_jsonl(folder / "run" / "metrics.jsonl")[-config.repeats - 1 : -1] if rank == 0 else []
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    if rank:
+    if rank or stop.agreed_step is not None:
         return None
     target, drafter = (_median(rows, f"{side}_packs_s") for side in ("target", "drafter"))
     allowed = 1 / (1 / target + 1 / drafter) if job.split.colocated else min(target, drafter)

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import dflash.model as reference
@@ -134,3 +135,34 @@ def test_importing_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.strip() == "light", result.stderr
+
+
+def test_the_pipeline_bench_times_whole_jobs_and_leaves_nothing() -> None:
+    """One rank doing both is no faster than its two parts one after the other."""
+    arguments = ["config=tools/configs/debug.yaml", "log.interval=4", "warmup=0", "repeats=1"]
+    process = subprocess.Popen(
+        [sys.executable, "tools/bench.py", "pipeline", *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    found = json.loads(printed.splitlines()[-1])
+    assert found["split"] == "1 rank(s), target and drafter colocated"
+    both = 1 / (1 / found["target_ktok_s"] + 1 / found["drafter_ktok_s"])
+    assert found["ktok_s"] == pytest.approx(found["share_of_allowed"] * both, rel=0.01)
+    assert 0 < found["share_of_allowed"] < 1.05
+    assert not (Path(tempfile.gettempdir()) / f"dflash-bench-{process.pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["loss.selector_weight=nan", "drafter.kind=dflash2"], "loss.selector_weight is nan; it must be 0 or more"),
+        (["optimizer.lr=inf"], "optimizer.lr is inf; it must be positive"),
+        (["checkpoint.interval=0", "checkpoint.milestone_interval=5"], "milestones are checkpoints"),
+        (["data.synthetic_length=0"], "data.synthetic_length is 0; it must be at least 1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_job(parse(RunConfig, [f"config={CONFIGS / 'debug.yaml'}", *arguments], ""), 1)

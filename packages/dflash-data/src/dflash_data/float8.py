@@ -10,6 +10,8 @@ Source: torch._scaled_mm with row-wise scales, as torchao's float8 dynamic row-w
 import torch
 from torch import Tensor, nn
 
+from dflash_model.errors import UserError
+
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 NARROW = 128  # outputs; a delta net's decay and gate heads, which are cheap and sensitive, have fewer
@@ -58,6 +60,23 @@ class Float8Linear(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, as a linear prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, float8"
+
+
+def check_float8(device: torch.device, dtype: torch.dtype) -> None:
+    """See that this device multiplies float8 with a scale for each row.
+
+    Raises:
+        UserError: it is an older GPU, or the products are not wanted in bf16, which is all that GPUs return.
+    """
+    if device.type != "cuda":
+        return
+    if dtype != torch.bfloat16:
+        raise UserError(f"target.float8 is true and target.dtype {dtype}; on a GPU float8 products come in bfloat16")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(
+            f"target.float8 is true; {torch.cuda.get_device_name(device)} cannot multiply float8 (compute"
+            " capability 8.9 and later can: L40S, H100, B200 …)"
+        )
 
 
 def use_float8(decoder: nn.Module) -> int:

@@ -4,6 +4,7 @@ Legend: S tokens of the row, E = taps * target width.
 """
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from dflash_data.float8 import use_float8
+from dflash_data.float8 import check_float8, use_float8
 from dflash_data.packs import TokenPack, staged
 from dflash_data.weights import FLOAT8_BLOCK, RandomWeights, TargetFiles, load_module
 from dflash_model.errors import UserError
@@ -61,7 +62,8 @@ class TargetModel:
     def fingerprint(self) -> str:
         """Tells two checkpoints of one name apart: configuration, file sizes, and three places of each weight file."""
         if self.folder is None:
-            return hashlib.sha256(self.config.to_json_string().encode()).hexdigest()
+            described = {name: value for name, value in self.config.to_dict().items() if name != "transformers_version"}
+            return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
         known = hashlib.sha256((self.location / "config.json").read_bytes())
         for path in sorted(self.location.glob("*.safetensors")):
             size = path.stat().st_size
@@ -239,6 +241,7 @@ class ShardedTarget:
         decoder, layers = decoder_of(model), decoder_layers(model)
         assert isinstance(decoder, PreTrainedModel)
         if float8:
+            check_float8(self.device, dtype)
             use_float8(decoder)
         if mesh.size() > 1:  # on one rank sharding would only copy weights
             for layer in layers:

@@ -1,5 +1,6 @@
 """A checked job: the configuration, and everything derived from it before any rank does work."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("trainer.context_noise", config.trainer.context_noise),
         ("loss.selector_weight", config.loss.selector_weight),
     ):
-        if value < 0:
+        if not 0 <= value < math.inf:
             raise UserError(f"{name} is {value}; it must be 0 or more")
     for name, value in (
         ("optimizer.lr", config.optimizer.lr),
@@ -238,8 +239,13 @@ def _check_numbers(config: RunConfig) -> None:
         ("loss.gamma", config.loss.gamma if config.loss.gamma is not None else 1.0),
         ("optimizer.max_grad_norm", config.optimizer.max_grad_norm),
     ):
-        if value <= 0:
+        if not 0 < value < math.inf:
             raise UserError(f"{name} is {value}; it must be positive")
+    if config.checkpoint.milestone_interval and not config.checkpoint.interval:
+        raise UserError(
+            f"checkpoint.interval is 0 and checkpoint.milestone_interval {config.checkpoint.milestone_interval};"
+            " milestones are checkpoints: give checkpoint.interval"
+        )
 
 
 def _check_choices(config: RunConfig) -> None:

@@ -270,6 +270,8 @@ def _train(
         )
         if not course.heldout_chunks:
             logger.info("no held-out rows, or evaluate.packs is 0: evaluation is off")
+        if not job.config.checkpoint.interval:
+            logger.info("checkpoint.interval is 0: nothing is saved unless the run is stopped")
         start = "starting" + origin(job)
         begin = f"resuming at step {course.position.step}" if course.position.step else start
         for change in changes:
