@@ -41,8 +41,8 @@ def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
         raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
     if config.warmup < 0 or config.repeats < 1:
         raise UserError(f"warmup is {config.warmup} and repeats {config.repeats}; they take 0 or more, and 1 or more")
-    rank, launched = int(os.environ.get("RANK", "0")), "RANK" in os.environ
-    job_pid = os.getppid() if launched else os.getpid()  # torchrun is every rank's parent
+    rank = int(os.environ.get("RANK", "0"))
+    job_pid = os.getppid() if "RANK" in os.environ else os.getpid()  # torchrun is every rank's parent
     folder = Path(tempfile.gettempdir()) / f"dflash-bench-{job_pid}"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed bench whose number the system gave out again

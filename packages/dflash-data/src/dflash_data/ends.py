@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from dflash_data.target import TargetModel
-from dflash_data.weights import RandomWeights, TargetFiles, rebuild_buffers
+from dflash_data.weights import TargetWeights, rebuild_buffers
 from dflash_model.errors import UserError
 from dflash_model.taps import decoder_of
 
@@ -78,9 +78,7 @@ def find_final_norm(target: TargetModel, dtype: torch.dtype) -> nn.Module:
     return norm
 
 
-def _final_norm(
-    target: TargetModel, files: TargetFiles | RandomWeights, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def _final_norm(target: TargetModel, files: TargetWeights, dtype: torch.dtype, device: torch.device) -> nn.Module:
     norm = find_final_norm(target, dtype).to_empty(device=device)
     files.read_into({f"{files.prefix}norm.{name}": parameter.data for name, parameter in norm.named_parameters()})
     return norm.requires_grad_(False)

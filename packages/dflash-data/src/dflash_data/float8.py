@@ -57,10 +57,6 @@ class Float8Linear(nn.Module):
             out_TO = out_TO + self.bias
         return out_TO.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        """Sizes, as a linear prints them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, float8"
-
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
     """See that this device multiplies float8 with a scale for each row.
@@ -79,12 +75,8 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def use_float8(decoder: nn.Module) -> int:
-    """Replace the large linears of a decoder on meta; experts that share one tensor stay as they are.
-
-    Returns:
-        How many were replaced.
-    """
+def use_float8(decoder: nn.Module) -> None:
+    """Replace the large linears of a decoder on meta; experts that share one tensor stay as they are."""
     found = [
         (parent, name, child)
         for parent in decoder.modules()
@@ -95,4 +87,3 @@ def use_float8(decoder: nn.Module) -> int:
     ]
     for parent, name, child in found:
         setattr(parent, name, Float8Linear(child))
-    return len(found)

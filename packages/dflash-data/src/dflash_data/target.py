@@ -22,7 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from dflash_data.float8 import check_float8, use_float8
 from dflash_data.packs import TokenPack, staged
-from dflash_data.weights import FLOAT8_BLOCK, RandomWeights, TargetFiles, load_module
+from dflash_data.weights import FLOAT8_BLOCK, RandomWeights, TargetFiles, TargetWeights, load_module
 from dflash_model.errors import UserError
 from dflash_model.taps import HiddenTaps, decoder_layers, decoder_of, text_config
 
@@ -51,7 +51,7 @@ class TargetModel:
         assert self.folder is not None
         return self.folder
 
-    def weights(self) -> TargetFiles | RandomWeights:
+    def weights(self) -> TargetWeights:
         """Where its weights come from.
 
         Raises:
@@ -232,7 +232,7 @@ class ShardedTarget:
             float8: keep its large matrices in float8, and multiply in it.
 
         Raises:
-            UserError: weights are missing, or packed documents would see each other.
+            UserError: weights are missing, packed documents would see each other, or this GPU has no float8.
         """
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":

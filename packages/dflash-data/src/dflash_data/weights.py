@@ -164,6 +164,9 @@ class RandomWeights:
             local.copy_(whole[rows])
 
 
+TargetWeights = TargetFiles | RandomWeights
+
+
 def _opened(path: Path) -> Any:  # noqa: ANN401 - safetensors' handle, a context manager
     try:
         return safe_open(path, framework="pt")
@@ -217,9 +220,7 @@ def rebuild_buffers(module: PreTrainedModel) -> None:
     module.initialize_weights()
 
 
-def load_module(
-    module: PreTrainedModel, weights: TargetFiles | RandomWeights, device: torch.device, dtype: torch.dtype
-) -> None:
+def load_module(module: PreTrainedModel, weights: TargetWeights, device: torch.device, dtype: torch.dtype) -> None:
     """Allocate a decoder (built on meta, sharded or not), rebuild its buffers and read its weights.
 
     Matrices that the decoder keeps in float8 are read in ``dtype`` and quantized, one at a time.
