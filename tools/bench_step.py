@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,18 @@ def timed(call: Any, device: torch.device, *, warmup: int, repeats: int) -> list
     return times
 
 
+def write_profile(path: str, call: Callable[[], Any]) -> None:
+    """A table of one call's kernels by their time, if there is a path and a GPU."""
+    if not path or not torch.cuda.is_available():
+        return
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        call()
+        torch.cuda.synchronize()
+    Path(path).write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=60))
+
+
 @dataclass(frozen=True)
 class Training:
     """A drafter on random weights that can be trained step by step.
@@ -174,14 +187,7 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
         pack_flops(drafter.config, bench.seq_len, bench.anchors),
         measured_ceiling(device, DTYPES[bench.dtype]),
     )
-    if bench.profile and device.type == "cuda":
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-        ) as profile:
-            training.step()
-            torch.cuda.synchronize()
-        with open(bench.profile, "w") as file:
-            file.write(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=60))
+    write_profile(bench.profile, training.step)
     median = statistics.median(times)
     return {
         "bench": "step", "preset": bench.preset, "torch": torch.__version__,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench_step import bench_device, measured_ceiling, timed
+from bench_step import bench_device, measured_ceiling, timed, write_profile
 from dflash_data.float8 import Float8Linear
 from dflash_data.packs import TokenPack
 from dflash_data.schedule import Stream, WorkItem
@@ -28,6 +28,7 @@ class TargetBench(RunConfig):
     documents: int = key(8, "documents the row is cut into, evenly")
     warmup: int = key(3, "forwards not counted")
     repeats: int = key(10, "forwards counted")
+    profile_table: str = key("", "write a table of kernel times to this file")
 
 
 def bench_target(argv: list[str]) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     pack = random_row(bench, target.config.vocab_size)
     times = timed(lambda: sharded(pack), device, warmup=bench.warmup, repeats=bench.repeats)
     median, ceiling = statistics.median(times), measured_ceiling(device, dtype)
+    write_profile(bench.profile_table, lambda: sharded(pack))
     flops = 2.0 * bench.data.seq_len * matrix_elements(sharded.decoder)
     return {
         "bench": "target", "model_type": target.config.model_type, "torch": torch.__version__,

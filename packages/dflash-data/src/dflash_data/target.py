@@ -5,7 +5,6 @@ Legend: S tokens of the row, E = taps * target width.
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from dflash_data.delta_net import AllDocuments, pack_delta_net
 from dflash_data.float8 import check_float8, use_float8
+from dflash_data.packed import PackedRow, use_packed_attention
 from dflash_data.packs import TokenPack, staged
 from dflash_data.weights import FLOAT8_BLOCK, RandomWeights, TargetFiles, TargetWeights, load_module
 from dflash_model.errors import UserError
@@ -184,23 +185,6 @@ def _local_folder(path: str) -> Path:
         ) from error
 
 
-class PerDocument:
-    """Runs a recurrent mixer document by document.
-
-    Inside a packed row, transformers' gated delta net would carry its convolution and its state from one document
-    into the next; attention layers are kept apart by their restarting positions and need nothing.
-    """
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        self._forward = forward
-        self.lengths: list[int] = []
-
-    def __call__(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        """Apply the mixer to each document of ``[1, S, width]``."""
-        parts = hidden_states.split(self.lengths, dim=1)
-        return torch.cat([self._forward(hidden_states=part, **kwargs) for part in parts], dim=1)
-
-
 class ShardedTarget:
     """The target up to its last tapped layer, sharded over a mesh; maps a token pack to context features.
 
@@ -251,7 +235,8 @@ class ShardedTarget:
         self.decoder, self._layers = decoder, layers
         self._taps = HiddenTaps(layers, layer_ids)
         mixers = (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET)
-        self._per_document = [_run_per_document(mixer) for mixer in mixers]
+        self._delta_nets = [pack_delta_net(mixer, self.device) for mixer in mixers]
+        self._packed_attention = use_packed_attention(decoder)
         self._check_documents_apart(target.config, dtype)
 
     def __call__(self, pack: TokenPack) -> Tensor:
@@ -264,20 +249,22 @@ class ShardedTarget:
 
         Any of these two would make transformers attend across documents.
         """
-        for mixer in self._per_document:
-            mixer.lengths = lengths
+        row = PackedRow.of(lengths, self.device)
+        for mixer in self._delta_nets:
+            mixer.row = row
         ids = staged(input_ids_S, self.device).long()[None]
         positions = staged(position_S, self.device).long()[None]
-        self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        packed = {"packed_row": (row.starts_S, row.sizes_2)} if self._packed_attention else {}
+        self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **packed)
         return self._taps.take()[0]
 
     def compile(self, seq_len: int) -> str | None:
         """Compile the layers for rows of ``seq_len`` tokens, on the calling thread, before any row is timed.
 
-        All of a model's layers share the graph; a row that is one document has no mask, hence two of them. A gated
-        delta net stays as it is, and its layer is two graphs around it: inside a graph the compiler makes it slower
-        (an 8k forward of 27B sizes on an H200 with torch 2.11: 6.2 instead of 8.8 ktok/s). If Dynamo cannot trace
-        another layer as a whole, all stay as they are.
+        All of a model's layers share the graph; where attention goes by a mask, a row that is one document has none,
+        hence two of them. Of a gated delta net only the gated norm is compiled, and its layer is two graphs around it:
+        inside a graph the compiler makes it slower (an 8k forward of 27B sizes on an H200 with torch 2.11: 6.2 instead
+        of 8.8 ktok/s). If Dynamo cannot trace another layer as a whole, all stay as they are.
 
         Returns:
             Why they could not be traced, if so.
@@ -286,6 +273,8 @@ class ShardedTarget:
         for layer in self._layers:
             mixer: Any = dict(layer.named_children()).get(DELTA_NET)
             if mixer is not None:
+                if isinstance(mixer.forward, AllDocuments):
+                    mixer.norm.forward = torch.compile(mixer.norm.forward, dynamic=False)
                 mixer.forward = torch._dynamo.disable(mixer.forward)
             layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=mixer is None)
         ids_S, half = torch.zeros(seq_len, dtype=torch.long), seq_len // 2
@@ -327,9 +316,3 @@ class ShardedTarget:
                 refused + "documents that are packed in one row see each other (a document's hidden states change by"
                 f" {change:.0%} with the one before it), so no drafter can be trained for it"
             )
-
-
-def _run_per_document(mixer: Any) -> PerDocument:  # noqa: ANN401 - a module of transformers, by duck
-    wrapped = PerDocument(mixer.forward)
-    mixer.forward = wrapped
-    return wrapped
