@@ -75,7 +75,7 @@ def packed_attention(
         return torch.ops.aten._flash_attention_forward(
             query_SHD, key_SHD, value_SHD, starts_N, starts_N, longest, longest, 0.0, True, False,
             scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
-        )[0]  # fmt: skip
+        )[0].contiguous()  # fmt: skip
     lengths = starts_S[: count + 1].diff().tolist()
     parts = [part.transpose(0, 1)[None] for part in (query_SHD, key_SHD, value_SHD)]
     out = [

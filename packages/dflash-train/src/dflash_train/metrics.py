@@ -172,13 +172,14 @@ class RunLog:
         verdict, rates = judge(accounts), accounts.rates()
         record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
-        record |= {"evidence": verdict.evidence, "mfu": mfu, "packs": packs}
+        record |= {"evidence": verdict.evidence, "mfu": mfu, "memory_gib": memory_gib, "packs": packs}
         record["seconds"] = accounts.seconds() | {f"step_{name}_s": seconds for name, seconds in parts.items()}
         record["document_tokens"] = float(accounts.drafter("tokens").sum())
         queues = {f"{name}_{rank}": depth for name in ("q_pre", "q_hs") for rank, depth in enumerate(record[name])}
         busy = {"drafter_gpu_busy": accounts.drafter("busy"), "target_gpu_busy": accounts.target("busy")}
         known = {name: mean_share(shares) for name, shares in busy.items()}
         system: dict[str, float | None] = {"memory_gib": memory_gib, "mfu": mfu, **known}
+        use = (f" mfu {mfu:.0%}" if mfu is not None else "") + (f" mem {memory_gib:.1f} GiB" if memory_gib else "")
         record["gpu_busy"] = known
         with self._never_in_the_way(METRICS):
             append(self.folder / METRICS, record)
@@ -188,7 +189,7 @@ class RunLog:
                 for name, value in scalars.items():
                     if value is not None:
                         self.board.add_scalar(f"{group}/{name}", value, step)
-        logger.info(self._line(step, values, accounts, verdict, mfu))
+        logger.info(self._line(step, values, accounts, verdict, use))
         self._tell(step, verdict, accounts)
 
     @contextmanager
@@ -225,16 +226,13 @@ class RunLog:
         if alarm is not None:
             self.alarm(alarm)
 
-    def _line(
-        self, step: int, values: dict[str, float], accounts: Accounts, verdict: Verdict, mfu: float | None
-    ) -> str:
+    def _line(self, step: int, values: dict[str, float], accounts: Accounts, verdict: Verdict, use: str) -> str:
         now = time.monotonic()
         if self.eta_from is None:
             self.eta_from = (step, now)  # the first interval is warm-up
         done, since = step - self.eta_from[0], now - self.eta_from[1]
         eta = short_time(since / done * (self.num_steps - step)) if done else "?"
         tau = f" tau {self.tau:.2f}" if self.tau is not None else ""
-        use = f" mfu {mfu:.0%}" if mfu is not None else ""
         noise = f" noise {values['context_noise']:.2g}" if "context_noise" in values else ""
         queues = f"q_pre {_ints(accounts.q_pre())} q_hs {_ints(accounts.drafter('q_hs').tolist())}"
         return (
