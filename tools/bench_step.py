@@ -48,6 +48,7 @@ class StepBench:
     documents: int = key(1, "documents the row is cut into")
     dtype: str = key("bfloat16", "compute type; masters are fp32")
     compile: bool = key(True, "compile the layers")
+    activation_budget: float = key(0.9, "share of activations that compiled layers keep")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
     warmup: int = key(5, "steps not counted")
     repeats: int = key(20, "steps counted")
@@ -152,7 +153,10 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     )  # fmt: skip
     with torch.device("meta"):
         drafter = Drafter(config)
-    parallelize_drafter(drafter, DeviceMesh(device.type, [0]), dtype=DTYPES[bench.dtype], compile_layers=bench.compile)
+    parallelize_drafter(
+        drafter, DeviceMesh(device.type, [0]), dtype=DTYPES[bench.dtype], compile_layers=bench.compile,
+        activation_budget=bench.activation_budget,
+    )  # fmt: skip
     drafter.to_empty(device=device)
     fill_sharded(drafter, Drafter.initial_tensors(config, torch.Generator().manual_seed(0)))
     optimizers, schedule = build_optimizer(drafter, OptimizerSection(), steps=1000)

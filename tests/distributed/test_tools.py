@@ -158,6 +158,8 @@ def test_the_pipeline_bench_times_whole_jobs_and_leaves_nothing() -> None:
     ("arguments", "sentence"),
     [
         (["loss.selector_weight=nan", "drafter.kind=dflash2"], "loss.selector_weight is nan; it must be 0 or more"),
+        (["trainer.activation_budget=1.5"], "trainer.activation_budget is 1.5; it takes 0 to 1"),
+        (["trainer.activation_budget=0"], "trainer.activation_budget is 0.0 and trainer.compile false"),
         (["optimizer.lr=inf"], "optimizer.lr is inf; it must be positive"),
         (["checkpoint.interval=0", "checkpoint.milestone_interval=5"], "milestones are checkpoints"),
         (["data.synthetic_length=0"], "data.synthetic_length is 0; it must be at least 1"),

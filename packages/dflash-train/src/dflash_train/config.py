@@ -131,6 +131,9 @@ class TrainerSection:
         20, "this many steps in a row whose gradients are not finite (each is skipped) stop the run"
     )
     compile: bool = key(True, "torch.compile each drafter layer, and on a GPU the loss (needs one to pay)")
+    activation_budget: float = key(
+        0.9, "share of activations that compiled layers keep; 0 computes all but their inputs again, for long rows"
+    )
     expected_ktok_s: float | None = key(
         None, "expected speed: for dry_run hours and GPU-hours, and an alarm at less than half of it"
     )

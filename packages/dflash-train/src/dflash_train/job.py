@@ -17,7 +17,7 @@ from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.layout import to_published
 from dflash_model.mask import TILE
 from dflash_train.checkpoint import Position
-from dflash_train.config import RunConfig
+from dflash_train.config import RunConfig, TrainerSection
 from dflash_train.drafter_config import drafter_config
 from dflash_train.loss import ROW_LOSSES
 from dflash_train.mesh import Split, make_split
@@ -258,8 +258,15 @@ def _check_choices(config: RunConfig) -> None:
         raise UserError(f"loss.weighting is {loss.weighting!r}; it takes decay or dpace")
     if loss.weighting == "dpace" and loss.kind != "ce":
         raise UserError(f"loss.weighting is dpace and loss.kind {loss.kind}; dpace is only defined for ce")
-    if not 0 <= loss.dpace_alpha <= 1:
-        raise UserError(f"loss.dpace_alpha is {loss.dpace_alpha}; it takes 0 to 1")
+    shares = {"loss.dpace_alpha": loss.dpace_alpha, "trainer.activation_budget": config.trainer.activation_budget}
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise UserError(f"{name} is {value}; it takes 0 to 1")
+    budget = config.trainer.activation_budget
+    if budget != TrainerSection().activation_budget and not config.trainer.compile:
+        raise UserError(
+            f"trainer.activation_budget is {budget} and trainer.compile false; only compiled layers compute again"
+        )
     if config.mesh.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"mesh.device is {config.mesh.device!r}; it takes auto, cpu or cuda")
 

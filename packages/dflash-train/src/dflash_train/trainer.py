@@ -48,7 +48,10 @@ def build_drafter(job: Job, meshes: Meshes) -> Drafter:
     with torch.device("meta"):
         drafter = Drafter(job.drafter)
     section = job.config.trainer
-    parallelize_drafter(drafter, meshes.drafter, dtype=DTYPES[section.dtype], compile_layers=section.compile)
+    parallelize_drafter(
+        drafter, meshes.drafter, dtype=DTYPES[section.dtype], compile_layers=section.compile,
+        activation_budget=section.activation_budget,
+    )  # fmt: skip
     drafter.to_empty(device=meshes.device)
     fill_sharded(drafter, initial_tensors(job.config.drafter, job.target, job.drafter, job.config.run.seed))
     return drafter.train()
