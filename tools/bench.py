@@ -1,13 +1,17 @@
-"""Time a part: python tools/bench.py MODE key=value…; MODE: step, target, pipeline, decode, checkpoint, data, watch
+"""Time a part: python tools/bench.py MODE key=value…
 
-"tools/bench.py MODE --help" lists the keys of a mode. Prints medians and spread; the last line is one JSON object.
+MODE: step, loss, mask (of the drafter), target, pipeline (a whole job), channel, decode, checkpoint, data, watch.
+"tools/bench.py MODE --help" lists the keys of a mode. The last line is one JSON object: medians and spread.
 """
 
 import json
 
+from bench_channel import bench_channel
 from bench_checkpoint import bench_checkpoint
 from bench_data import bench_data
 from bench_decode import bench_decode
+from bench_loss import bench_loss
+from bench_mask import bench_mask
 from bench_pipeline import bench_pipeline
 from bench_step import bench_step
 from bench_target import bench_target
@@ -16,8 +20,9 @@ from dflash_model import UserError
 from dflash_train.cli import run_tool
 
 BENCHES = {
-    "step": bench_step, "target": bench_target, "decode": bench_decode, "checkpoint": bench_checkpoint,
-    "data": bench_data, "watch": bench_watch, "pipeline": bench_pipeline,
+    "step": bench_step, "loss": bench_loss, "mask": bench_mask, "target": bench_target, "pipeline": bench_pipeline,
+    "channel": bench_channel, "decode": bench_decode, "checkpoint": bench_checkpoint, "data": bench_data,
+    "watch": bench_watch,
 }  # fmt: skip
 
 

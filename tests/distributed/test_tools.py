@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import dflash.model as reference
 import pytest
@@ -152,6 +153,31 @@ def test_the_pipeline_bench_times_whole_jobs_and_leaves_nothing() -> None:
     assert found["ktok_s"] == pytest.approx(found["share_of_allowed"] * both, rel=0.01)
     assert 0 < found["share_of_allowed"] < 1.05
     assert not (Path(tempfile.gettempdir()) / f"dflash-bench-{process.pid}").exists()
+
+
+def test_the_mask_bench_counts_tiles() -> None:
+    """Four documents of two tiles: each sees one context tile whole and two in part, and its own two tiles in part."""
+    arguments = ["seq_len=1024", "anchors=64", "documents=4", "warmup=0", "repeats=1"]
+    found = bench("mask", *arguments, command=[sys.executable])
+    assert (found["tiles"], found["full_tiles"], found["partial_tiles"]) == (8 * 16, 4, 16)
+
+
+def test_the_channel_bench_counts_bytes() -> None:
+    """Five packs to each of two drafters; beside its context features a pack has 13 bytes a token and 8 a slot."""
+    arguments = ["mesh.target=1", "mesh.drafter=2", "seq_len=1024", "context_size=512", "anchors=64", "packs=5"]
+    found = bench("channel", *arguments, command=[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"])
+    assert found["packs"] == 10
+    size = found["pack_mib"] * 2**20
+    assert 0 < size - 1024 * (512 * 2 + 13) - 64 * (2 * 4 + 16 * 8) < 2048  # the header and what aligns fields
+    assert found["gb_s"] == pytest.approx(10 * size / found["seconds"] / 1e9, rel=0.1)  # seconds are rounded
+
+
+def bench(*arguments: str, command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [*command, "tools/bench.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
