@@ -45,6 +45,7 @@ class Cell:
         clean: whether the job must have stopped in order (torchrun's own code is 0 then, if it got no signal itself).
         limit: seconds until the last process must be gone.
         ranks: target and drafter ranks.
+        settings: of the job, beside the common ones.
     """
 
     what: str
@@ -57,6 +58,7 @@ class Cell:
     limit: float = 45.0
     ranks: tuple[int, int] = (2, 2)
     restarts: int = 0
+    settings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -125,7 +127,7 @@ def start(folder: Path, cell: Cell, steps: int, *, fault: str = "", restarts: in
     script = "tests/support/faulty.py" if fault else "tools/train.py"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(targets + drafters),
-        "--max-restarts", str(restarts), script, *SETTINGS, *mesh, f"run.dir={folder / 'run'}",
+        "--max-restarts", str(restarts), script, *SETTINGS, *cell.settings, *mesh, f"run.dir={folder / 'run'}",
         f"data.path={folder / 'data'}", f"trainer.steps={steps}", "resume.allow=[trainer.steps]",
     ]  # fmt: skip
     environment = os.environ | {"DFLASH_FAULT": fault, MARK: str(folder), "OMP_NUM_THREADS": "1"}
