@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,18 +12,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssConfig, Lfm2Config, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from conftest import Hold
+from dflash_data.packed import PACKED
 from dflash_data.packs import TokenPack
 from dflash_data.schedule import Stream, WorkItem
 from dflash_data.target import ShardedTarget, TargetModel, find_target
 from dflash_data.weights import TargetFiles
 from dflash_model.errors import UserError
 from support.ranks import run_ranks
-from support.tiny import DENSE, FAMILIES, SIZES, tiny_target
+from support.tiny import DENSE, EXPERTS, FAMILIES, SIZES, tiny_target
 
 TAPS = (0, 2, 4)
 LENGTHS = [[5, 19, 1, 7], [30, 2], [11, 21]]  # per rank; 19, 21 and 30 exceed Gemma's window of 12
@@ -95,6 +105,41 @@ def test_packed_and_sharded_equals_documents_alone(
     hold(f"packed hidden states, {family}", "transformers, each document alone", worst, 2e-5)
 
 
+ODD: dict[str, tuple[dict[str, Any], bool]] = {  # and whether attention is done document by document
+    "window in the mask alone": ({"model_type": "qwen2_moe", **EXPERTS, "use_sliding_window": True, "sliding_window": 7,
+                                  "max_window_layers": 2, "shared_expert_intermediate_size": 48}, True),
+    "window beside the mask alone": ({"model_type": "olmoe", "num_experts": 5, "sliding_window": 7,
+                                      "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 2}, True),
+    "layers hand no arguments on": ({"model_type": "stablelm"}, True),
+    "final norm used twice": ({"model_type": "nanochat"}, True),
+    "capped scores": ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 7}, False),
+    "seen both ways": ({"model_type": "gemma3_text", "head_dim": 16, "use_bidirectional_attention": True}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_families(name: str, ranks: int, tmp_path: Path) -> None:
+    """What their masks say counts; attention that is not known goes by transformers' mask."""
+    described, packed = ODD[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES, **described)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)  # drawn weights hardly mix tokens
+    model.save_pretrained(tmp_path / "target")
+    pack = token_pack(LENGTHS[0])
+    expected = documents_alone(model, pack)
+
+    def work(_: int) -> tuple[str | None, float]:
+        target = sharded_target(tmp_path / "target", ranks)
+        return target.decoder.config._attn_implementation, float((target(pack) - expected).abs().max())
+
+    for implementation, worst in run_ranks(work, ranks, tmp_path):
+        assert (implementation == PACKED) == packed
+        assert worst < 1e-5 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma4", "qwen3_moe", "qwen3_5"])
 def test_compiled_layers(family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as a whole and run by the eager backend, on two ranks; rows of one document and of several."""
@@ -159,13 +204,15 @@ def test_packing_really_needs_the_split(family: str, layer: int, checkpoint: Che
 
 REFUSED = {
     "packed in one row see each other": GptOssConfig(**DENSE, num_local_experts=5, num_experts_per_tok=2),
+    # Attention over the whole row does not mind the documents' order, but does their content.
+    "in one row see each other, or where": LlamaConfig(**SIZES, is_causal=False),
     "conv layers, which cannot keep packed documents apart": Lfm2Config(
         **SIZES, intermediate_size=96, layer_types=["conv", "full_attention"] * 3
     ),
 }
 
 
-@pytest.mark.parametrize(("complaint", "config"), REFUSED.items(), ids=["gpt-oss", "lfm2"])
+@pytest.mark.parametrize(("complaint", "config"), REFUSED.items(), ids=["gpt-oss", "both ways", "lfm2"])
 def test_targets_that_leak_are_refused(complaint: str, config: PretrainedConfig, tmp_path: Path) -> None:
     """The mask that gpt-oss gets from transformers ignores positions; nobody splits LFM2's convolutions."""
     target = TargetModel(config, None, "described")

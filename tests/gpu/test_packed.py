@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from dflash_data.delta_net import AllDocuments, pack_delta_net
-from dflash_data.packed import PackedRow, packed_attention
+from dflash_data.packed import ROW, PackedRow, packed_attention
 from dflash_model.taps import decoder_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -18,14 +18,15 @@ LENGTHS = [300, 1, 64, 127, 532]
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_flash_equals_documents_one_by_one(head_size: int, window: int) -> None:
     """bf16 against fp64, grouped heads; fp64 goes document by document."""
-    row, generator = PackedRow.of(LENGTHS, torch.device("cuda")), torch.Generator("cuda").manual_seed(0)
+    ROW.set(PackedRow.of(LENGTHS, torch.device("cuda")))
+    generator = torch.Generator("cuda").manual_seed(0)
     query, key, value = (
         torch.randn(sum(LENGTHS), heads, head_size, device="cuda", dtype=torch.bfloat16, generator=generator)
         for heads in (8, 2, 2)
     )
-    found = packed_attention(query, key, value, row.starts_S, row.sizes_2, 0.1, window)
+    found = packed_attention(query, key, value, 0.1, window)
     wide = (part.double() for part in (query, key, value))
-    exact = packed_attention(*wide, row.starts_S, row.sizes_2, 0.1, window)
+    exact = packed_attention(*wide, 0.1, window)
     assert (found.double() - exact).norm() / exact.norm() < 4e-3
 
 
@@ -47,10 +48,10 @@ def test_fused_delta_net_equals_transformers(value_heads: int) -> None:
     hidden = torch.randn(1, sum(LENGTHS), 256, device="cuda").bfloat16()
     mixer.bfloat16().float()  # the same weights for both
     alone = torch.cat([mixer(hidden_states=part.float()) for part in hidden.split(LENGTHS, dim=1)], dim=1)
-    packed = pack_delta_net(mixer.bfloat16(), torch.device("cuda"))
-    assert isinstance(packed, AllDocuments)
-    packed.row = PackedRow.of(LENGTHS, torch.device("cuda"))
+    pack_delta_net(mixer.bfloat16(), torch.device("cuda"))
+    assert isinstance(mixer.forward, AllDocuments)
+    ROW.set(PackedRow.of(LENGTHS, torch.device("cuda")))
     found = mixer.forward(hidden_states=hidden).float()
     assert (found - alone).norm() / alone.norm() < 2e-2
-    starts = packed.row.host_starts_N[:-1]
+    starts = ROW.get().host_starts_N[:-1].long()
     assert (found - alone)[:, starts].norm() / alone[:, starts].norm() < 2e-2  # nothing of the document before

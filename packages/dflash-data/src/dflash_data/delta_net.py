@@ -12,24 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_data.packed import PackedRow
+from dflash_data.packed import ROW
 
 SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5's projections; Qwen3-Next interleaves them
 
 
 class PerDocument:
-    """Runs a mixer of transformers document by document.
-
-    Attributes:
-        row: whose documents come next.
-    """
+    """Runs a mixer of transformers document by document."""
 
     def __init__(self, mixer: Any) -> None:  # noqa: ANN401 - by duck
-        self._forward, self.row = mixer.forward, PackedRow.of([1], torch.device("cpu"))
+        self._forward = mixer.forward
 
-    def __call__(self, hidden_states: Tensor, packed_row: object = None, **kwargs: object) -> Tensor:
+    def __call__(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
         """Apply the mixer to each document of ``[1, S, width]``."""
-        parts = hidden_states.split(self.row.lengths, dim=1)
+        parts = hidden_states.split(ROW.get().lengths, dim=1)
         return torch.cat([self._forward(hidden_states=part, **kwargs) for part in parts], dim=1)
 
 
@@ -47,9 +43,10 @@ class AllDocuments(PerDocument):
 
         self._mixer, self._convolve, self._delta_rule = mixer, causal_conv1d, chunk_gated_delta_rule
 
-    def __call__(self, hidden_states: Tensor, packed_row: object = None, **kwargs: object) -> Tensor:
-        """As above; the row is one of the mixer's own."""
-        mixer, documents = self._mixer, {"cu_seqlens": self.row.starts_N, "cu_seqlens_cpu": self.row.host_starts_N}
+    def __call__(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        """As above."""
+        mixer, row = self._mixer, ROW.get()
+        documents = {"cu_seqlens": row.starts_N, "cu_seqlens_cpu": row.host_starts_N}
         mixed, _ = self._convolve(
             mixer.in_proj_qkv(hidden_states), mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias,
             activation=mixer.activation, **documents,
@@ -67,10 +64,8 @@ class AllDocuments(PerDocument):
         return mixer.out_proj(normed.view(*hidden_states.shape[:2], -1))
 
 
-def pack_delta_net(mixer: Any, device: torch.device) -> PerDocument:  # noqa: ANN401 - by duck
-    """Keep documents apart in a mixer, in the fastest way at hand."""
+def pack_delta_net(mixer: Any, device: torch.device) -> None:  # noqa: ANN401 - by duck
+    """Let a mixer keep documents apart, in the fastest way at hand."""
     known = all(name in dict(mixer.named_children()) for name in SEPARATE)
     fast = known and device.type == "cuda" and find_spec("fla") is not None
-    wrapped = (AllDocuments if fast else PerDocument)(mixer)
-    mixer.forward = wrapped
-    return wrapped
+    mixer.forward = (AllDocuments if fast else PerDocument)(mixer)

@@ -95,6 +95,7 @@ def end_rules(target: TargetModel) -> dict[str, Any]:
     """
     config = target.config
     model = target.build_meta(torch.float32, num_layers=0)
+    decoder_of(model).norm = nn.Identity()
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
         raise UserError(
@@ -124,7 +125,7 @@ def end_rules(target: TargetModel) -> dict[str, Any]:
 def _logits_without_layers(model: PreTrainedModel, embed: nn.Embedding, head: nn.Linear, head_std: float) -> Tensor:
     """Logits of the first few tokens, which get random embedding rows and random rows of the head."""
     for module in model.modules():  # a real vocabulary would take gigabytes
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and module.num_embeddings >= model.config.vocab_size:
             module.weight, module.padding_idx = nn.Parameter(module.weight[:PROBE]), None
     for name, parameter in head.named_parameters():
         setattr(head, name, nn.Parameter(parameter[:PROBE]))

@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from dflash_data.delta_net import AllDocuments, pack_delta_net
 from dflash_data.float8 import check_float8, use_float8
-from dflash_data.packed import PackedRow, use_packed_attention
+from dflash_data.packed import ROW, PackedRow, use_packed_attention
 from dflash_data.packs import TokenPack, staged
 from dflash_data.weights import FLOAT8_BLOCK, RandomWeights, TargetFiles, TargetWeights, load_module
 from dflash_model.errors import UserError
@@ -79,7 +79,7 @@ class TargetModel:
         """The causal language model on the meta device, cut after ``num_layers`` layers.
 
         Raises:
-            UserError: hidden states cannot be read from its decoder document by document.
+            UserError: hidden states cannot be read from its decoder document by document, or it has fewer layers.
         """
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
@@ -87,8 +87,13 @@ class TargetModel:
         decoder = decoder_of(model)
         self._check_layers(decoder)
         if num_layers is not None:
-            decoder.layers = decoder_layers(model)[:num_layers]
-            decoder.norm = nn.Identity()  # taps are read before it
+            layers = decoder_layers(model)
+            if num_layers > len(layers):
+                raise UserError(
+                    f"layer {num_layers - 1} of the target is tapped; its model_type is {self.config.model_type}, whose"
+                    f" decoder in transformers has layers 0 to {len(layers) - 1}: set drafter.target_layer_ids"
+                )
+            decoder.layers = layers[:num_layers]
         return model
 
     def _check_layers(self, decoder: nn.Module) -> None:
@@ -234,9 +239,10 @@ class ShardedTarget:
         load_module(decoder, target.weights(), self.device, dtype)
         self.decoder, self._layers = decoder, layers
         self._taps = HiddenTaps(layers, layer_ids)
-        mixers = (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET)
-        self._delta_nets = [pack_delta_net(mixer, self.device) for mixer in mixers]
-        self._packed_attention = use_packed_attention(decoder)
+        for mixer in (part for layer in layers for name, part in layer.named_children() if name == DELTA_NET):
+            pack_delta_net(mixer, self.device)
+        short_S = torch.arange(8)
+        use_packed_attention(decoder, lambda: self._features(short_S % target.config.vocab_size, short_S % 4, [4, 4]))
         self._check_documents_apart(target.config, dtype)
 
     def __call__(self, pack: TokenPack) -> Tensor:
@@ -244,18 +250,15 @@ class ShardedTarget:
         return self._features(pack.input_ids_S, pack.position_S, pack.document_lengths())
 
     @torch.no_grad()
-    def _features(self, input_ids_S: Tensor, position_S: Tensor, lengths: list[int]) -> Tensor:
+    def _features(self, input_ids_S: Tensor, position_S: Tensor, lengths: list[int], *, probe: bool = False) -> Tensor:
         """Positions restart, there is no attention mask and no cache.
 
         Any of these two would make transformers attend across documents.
         """
-        row = PackedRow.of(lengths, self.device)
-        for mixer in self._delta_nets:
-            mixer.row = row
+        ROW.set(PackedRow.of(lengths, self.device))
         ids = staged(input_ids_S, self.device).long()[None]
         positions = staged(position_S, self.device).long()[None]
-        packed = {"packed_row": (row.starts_S, row.sizes_2)} if self._packed_attention else {}
-        self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+        self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._taps.take()[0]
 
     def compile(self, seq_len: int) -> str | None:
@@ -288,31 +291,32 @@ class ShardedTarget:
         return None
 
     def _check_documents_apart(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        """Change the first of two documents and see that the second one's features stay.
+        """Turn the order of some documents round, change every other one, and see that the others' features stay.
 
-        Some families of transformers build their mask without looking at positions (gpt-oss, OPT). Where a leak
-        reaches least far, it reaches a document's first token, and changes it by much of its norm. What rounding does
-        stays under half the digits of the type, but for a token that it sends to another expert: hence four pairs of
-        documents and the median over their second ones' first tokens.
+        Some families of transformers build their mask without looking at positions (gpt-oss, OPT), or take a token's
+        place in the row for its position (OPT, Marian). Where a leak reaches least far, it reaches a document's first
+        token, and changes it by much of its norm. What rounding does stays under half the digits of the type, but for a
+        token that it sends to another expert: hence four documents and the median over their first tokens.
 
         Raises:
             UserError: the features change, or are not one finite row for each token.
         """
-        size, pairs = 4, 4
-        count = 2 * pairs * size
-        ids_S, position_S = torch.arange(count), torch.arange(size).repeat(2 * pairs)
-        former_S = torch.arange(count) // size % 2 == 0
-        rows = []
-        for factor in (2, 3):
-            changed_S = torch.where(former_S, ids_S * factor, ids_S) % config.vocab_size
-            rows.append(self._features(changed_S, position_S, [size] * (2 * pairs)).float())
+        size, documents = 4, 8
+        count = documents * size
+        place_S, position_S = torch.arange(count), torch.arange(size).repeat(documents)
+        turned_S = place_S.view(documents, size).flip(0).flatten()
+        changed_S = place_S + count * (place_S // size % 2)
+        rows = [
+            self._features(ids_S % config.vocab_size, position_S, [size] * documents).float()
+            for ids_S in (place_S, changed_S[turned_S])
+        ]
         refused = f"the target's model_type is {config.model_type}; in transformers "
         if rows[0].shape[:-1] != (count,) or not torch.cat(rows).isfinite().all():
             raise UserError(refused + "its layers do not return one finite hidden state for each token")
-        before, after = (row[size :: 2 * size] for row in rows)
+        before, after = rows[0][:: 2 * size], rows[1][turned_S.to(self.device)][:: 2 * size]
         change = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
         if change > torch.finfo(dtype).eps ** 0.5:
             raise UserError(
-                refused + "documents that are packed in one row see each other (a document's hidden states change by"
-                f" {change:.0%} with the one before it), so no drafter can be trained for it"
+                refused + "documents that are packed in one row see each other, or where in the row they stand (a"
+                f" document's hidden states change by {change:.0%} with it), so no drafter can be trained for it"
             )
