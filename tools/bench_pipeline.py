@@ -2,8 +2,8 @@
 
 It is the trainer of tools/train.py: what it loses between target and drafter, a real job loses too. Nothing is read or
 saved but the documents, which are written to a folder that goes away; target.path, data.path, run.dir, trainer.steps,
-checkpoint and evaluate are the bench's own, whatever the configuration says. The last log interval is not counted: in
-it the target has nothing left to make, and queues run dry.
+checkpoint, evaluate and profile are the bench's own, whatever the configuration says. The last log interval is not
+counted: in it the target has nothing left to make, and queues run dry.
 """
 
 import os
@@ -39,6 +39,10 @@ def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
     config = parse(PipelineBench, argv, __doc__ or "")
     if config.target.config is None:
         raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
+    if config.dry_run:
+        raise UserError("dry_run is true; a bench runs: tools/train.py takes dry_run")
+    if config.log.interval < 1:
+        raise UserError(f"log.interval is {config.log.interval}; it must be at least 1")
     if config.warmup < 0 or config.repeats < 1:
         raise UserError(f"warmup is {config.warmup} and repeats {config.repeats}; they take 0 or more, and 1 or more")
     rank = int(os.environ.get("RANK", "0"))
@@ -48,7 +52,8 @@ def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed bench whose number the system gave out again
     config.run.dir, config.data.path, config.target.path = str(folder / "run"), str(folder / "data"), None
     config.data.synthetic_documents = config.data.synthetic_documents or 512
-    config.evaluate.packs = config.checkpoint.interval = 0
+    config.evaluate.packs = config.checkpoint.interval = config.checkpoint.milestone_interval = 0
+    config.profile.steps = []
     config.trainer.steps = (config.warmup + config.repeats + 1) * config.log.interval
     job = check_job(config, int(os.environ.get("WORLD_SIZE", "1")))
     stop, situation = Stop(), Situation.of(job.split, rank)

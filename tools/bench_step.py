@@ -82,7 +82,13 @@ def measured_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def timed(call: Any, device: torch.device, *, warmup: int, repeats: int) -> list[float]:  # noqa: ANN401
-    """Seconds of each repeat, synchronised."""
+    """Seconds of each repeat, synchronised.
+
+    Raises:
+        UserError: there is none.
+    """
+    if warmup < 0 or repeats < 1:
+        raise UserError(f"warmup is {warmup} and repeats {repeats}; they take 0 or more, and 1 or more")
     times = []
     for index in range(warmup + repeats):
         if device.type == "cuda":
@@ -97,9 +103,15 @@ def timed(call: Any, device: torch.device, *, warmup: int, repeats: int) -> list
 
 
 def write_profile(path: str, call: Callable[[], Any]) -> None:
-    """A table of one call's kernels by their time, if there is a path and a GPU."""
-    if not path or not torch.cuda.is_available():
+    """A table of one call's kernels by their time, if there is a path.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    if not path:
         return
+    if not torch.cuda.is_available():
+        raise UserError(f"a profile is to be written to {path}; it is of a GPU's kernels, and torch sees none here")
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     ) as profile:

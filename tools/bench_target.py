@@ -24,7 +24,7 @@ from dflash_data.target import ShardedTarget, TargetModel, find_target
 from dflash_model import UserError, default_target_layer_ids
 from dflash_train.cli import parse
 from dflash_train.config import RunConfig, key
-from dflash_train.job import dtype_of
+from dflash_train.job import check_row_length, dtype_of
 
 
 @dataclass
@@ -32,7 +32,7 @@ class TargetBench(RunConfig):
     """A training job's target.*, drafter.target_layer_ids and data.*: one forward through the last tapped layer."""
 
     real: bool = key(False, "run target.path on the first row of data.path")
-    documents: int = key(8, "documents a row of random tokens is cut into, evenly")
+    documents: int = key(8, "documents a row of random tokens is cut into, evenly; a real one has its own")
     warmup: int = key(3, "forwards not counted")
     repeats: int = key(10, "forwards counted")
     profile_table: str = key("", "write a table of kernel times to this file")
@@ -44,11 +44,16 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     device, dtype = bench_device(), dtype_of("target.dtype", bench.target.dtype)
     if not bench.real and bench.target.config is None:
         raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
+    check_row_length(bench.data.seq_len)
+    if not 1 <= bench.documents <= bench.data.seq_len:
+        raise UserError(f"documents is {bench.documents}; it takes 1 to data.seq_len ({bench.data.seq_len})")
     path = bench.target.path if bench.real else None
     target, began = find_target(path, bench.target.config), time.perf_counter()
     pack = row_of(bench, target)
     rule = default_target_layer_ids(target.config.num_hidden_layers, 5)
     taps = bench.drafter.target_layer_ids or list(dict.fromkeys(rule))  # of few layers it names some twice
+    if min(taps) < 0:
+        raise UserError(f"drafter.target_layer_ids is {taps}; layers count from 0")
 
     def build(*, float8: bool) -> ShardedTarget:
         mesh = DeviceMesh(device.type, [0])
@@ -57,6 +62,8 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     errors = None
     if bench.target.float8 and bench.real:
         errors = relative_errors(build(float8=False)(pack), build(float8=True)(pack), len(taps))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
     sharded = build(float8=bench.target.float8)
     print(f"drawn and checked in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     eager = sharded.compile(bench.data.seq_len) if bench.target.compile and device.type == "cuda" else "compile is off"
@@ -64,14 +71,15 @@ def bench_target(argv: list[str]) -> dict[str, Any]:
     times = timed(lambda: sharded(pack), device, warmup=bench.warmup, repeats=bench.repeats)
     median, ceiling = statistics.median(times), measured_ceiling(device, dtype)
     write_profile(bench.profile_table, lambda: sharded(pack))
+    tokens = int((pack.doc_S >= 0).sum())  # not the padding at a real row's end
     flops = 2.0 * bench.data.seq_len * matrix_elements(sharded.decoder)
     return {
         "bench": "target", "model_type": target.config.model_type, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "taps": taps, "seq_len": bench.data.seq_len, "documents": len(pack.document_lengths()),
+        "taps": taps, "seq_len": bench.data.seq_len, "documents": int(pack.doc_S.max()) + 1,
         "eager": eager, "float8": bench.target.float8, "float8_errors": errors,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
-        "ktok_s": bench.data.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
+        "ktok_s": tokens / median / 1e3, "counted_tflop": flops / 1e12,
         "achieved_tflop_s": flops / median / 1e12, "ceiling_tflop_s": ceiling / 1e12,
         "share_of_ceiling": flops / median / ceiling,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,

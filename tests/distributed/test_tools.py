@@ -184,6 +184,16 @@ def bench(*arguments: str, command: list[str]) -> dict[str, Any]:
     ("arguments", "sentence"),
     [
         (["loss.selector_weight=nan", "drafter.kind=dflash2"], "loss.selector_weight is nan; it must be 0 or more"),
+        (["loss.dpace_alpha=0.9"], "loss.dpace_alpha is 0.9; only loss.weighting=dpace has it"),
+        (["loss.gamma=4", "loss.weighting=dpace"], "loss.gamma is 4.0; only loss.weighting=decay has it"),
+        (
+            ["loss.gamma=0.05"],
+            "loss.gamma is 0.05; the last slots of a block would weigh nothing: it takes 0.1 or more",
+        ),
+        (["drafter.rope_theta=nan"], "drafter.rope_theta is nan; it must be a finite number above 0"),
+        (["drafter.num_heads=0"], "drafter.num_heads is 0; it must be at least 1"),
+        (["drafter.num_taps=0"], "drafter.num_taps is 0; it must be at least 1"),
+        (["drafter.num_sliding_layers=0"], "drafter.sliding_window is 64; without drafter.num_sliding_layers"),
         (["trainer.activation_budget=1.5"], "trainer.activation_budget is 1.5; it takes 0 to 1"),
         (["trainer.activation_budget=0"], "trainer.activation_budget is 0.0 and trainer.compile false"),
         (["optimizer.lr=inf"], "optimizer.lr is inf; it must be positive"),

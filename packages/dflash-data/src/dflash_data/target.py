@@ -63,7 +63,8 @@ class TargetModel:
     def fingerprint(self) -> str:
         """Tells two checkpoints of one name apart: configuration, file sizes, and three places of each weight file."""
         if self.folder is None:
-            described = {name: value for name, value in self.config.to_dict().items() if name != "transformers_version"}
+            passing = {"transformers_version", "dtype", "torch_dtype"}  # dtype: of whoever built the model last
+            described = {name: value for name, value in self.config.to_dict().items() if name not in passing}
             return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
         known = hashlib.sha256((self.location / "config.json").read_bytes())
         for path in sorted(self.location.glob("*.safetensors")):

@@ -3,6 +3,7 @@
 ``layout.py`` is its published JSON form.
 """
 
+import math
 from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
@@ -98,6 +99,8 @@ class DrafterConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"drafter.rope_theta is {self.rope_theta}; it must be a finite number above 0")
         if self.block_size < 2:
             raise UserError(
                 f"drafter.block_size is {self.block_size}; a block is the anchor and at least one proposal: 2 or more"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_data.ends import end_rules, resolve_mask_token_id
 from dflash_data.target import TargetModel
@@ -12,6 +12,7 @@ from dflash_model.layout import DFLASH2_KEYS
 from dflash_train.config import DrafterSection
 
 NUM_LAYERS, BLOCK_SIZE = 5, 16  # the published layout
+T = TypeVar("T")
 
 
 def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str | None) -> DrafterConfig:
@@ -32,17 +33,24 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
     sliding = section.num_sliding_layers or 0
     if not 0 <= sliding <= num_layers:
         raise UserError(f"drafter.num_sliding_layers is {sliding}; it takes 0 to drafter.num_layers ({num_layers})")
-    heads = section.num_heads or goal.num_attention_heads
-    taps = section.target_layer_ids or default_target_layer_ids(goal.num_hidden_layers, section.num_taps or num_layers)
+    if not sliding and section.sliding_window is not None:
+        raise UserError(
+            f"drafter.sliding_window is {section.sliding_window}; without drafter.num_sliding_layers no layer has one"
+        )
+    num_taps = _or(section.num_taps, num_layers)
+    if num_taps < 1:
+        raise UserError(f"drafter.num_taps is {num_taps}; it must be at least 1")
+    taps = _or(section.target_layer_ids, list(default_target_layer_ids(goal.num_hidden_layers, num_taps)))
+    own_head_dim = getattr(goal, "head_dim", None) or goal.hidden_size // goal.num_attention_heads
     added = _added_parts(section)
     tokenizer_folder = Path(tokenizer).expanduser() if tokenizer else target.folder
     return DrafterConfig(
         hidden_size=goal.hidden_size,
-        intermediate_size=section.intermediate_size or _intermediate_size(target),
+        intermediate_size=_intermediate_size(section, target),
         num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=section.num_kv_heads or goal.num_key_value_heads,
-        head_dim=section.head_dim or getattr(goal, "head_dim", None) or goal.hidden_size // goal.num_attention_heads,
+        num_heads=_or(section.num_heads, goal.num_attention_heads),
+        num_kv_heads=_or(section.num_kv_heads, goal.num_key_value_heads),
+        head_dim=_or(section.head_dim, own_head_dim),
         vocab_size=goal.vocab_size,
         num_target_layers=goal.num_hidden_layers,
         target_layer_ids=tuple(taps),
@@ -53,11 +61,16 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
         layer_types=(SLIDING,) * sliding + (FULL,) * (num_layers - sliding),
         sliding_window=section.sliding_window if sliding else None,
         is_causal=None if added is None else False,  # published DFlash2 drafters see the whole block in all layers
-        rope_theta=section.rope_theta or _rope_theta(target),
+        rope_theta=_rope_theta(target) if section.rope_theta is None else section.rope_theta,
         max_position_embeddings=goal.max_position_embeddings,
         dflash2=added,
         **end_rules(target),
     )
+
+
+def _or(stated: T | None, default: T) -> T:
+    """What a setting says; 0 and an empty list say something too."""
+    return default if stated is None else stated
 
 
 def _added_parts(section: DrafterSection) -> DFlash2Config | None:
@@ -72,8 +85,8 @@ def _added_parts(section: DrafterSection) -> DFlash2Config | None:
     return None
 
 
-def _intermediate_size(target: TargetModel) -> int:
-    size = getattr(target.config, "intermediate_size", None)
+def _intermediate_size(section: DrafterSection, target: TargetModel) -> int:
+    size = _or(section.intermediate_size, getattr(target.config, "intermediate_size", None))
     if size is None:
         raise UserError("drafter.intermediate_size is not set and the target (mixture of experts) has none; set it")
     return size

@@ -17,12 +17,13 @@ from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.layout import to_published
 from dflash_model.mask import TILE
 from dflash_train.checkpoint import Position
-from dflash_train.config import RunConfig, TrainerSection
+from dflash_train.config import LossSection, RunConfig, TrainerSection
 from dflash_train.drafter_config import drafter_config
 from dflash_train.loss import ROW_LOSSES
 from dflash_train.mesh import Split, make_split
 from dflash_train.start import BorrowedLayers
 
+MOST_DECAY = 60.0  # exp(-60) is nothing beside 1; fp32 holds exp(-87)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -169,6 +170,12 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
             f"data.anchors_per_pack ({config.data.anchors_per_pack}) x drafter.block_size ({drafter.block_size})"
             f" must be a multiple of {TILE}"
         )
+    gamma, last = config.loss.gamma, drafter.block_size - 2
+    if gamma is not None and last > MOST_DECAY * gamma:
+        raise UserError(
+            f"loss.gamma is {gamma}; the last slots of a block would weigh nothing: it takes"
+            f" {last / MOST_DECAY:.2g} or more"
+        )
     if drafter.dflash2 is None and config.loss.selector_weight != 1:
         raise UserError(
             f"loss.selector_weight is {config.loss.selector_weight}; only a drafter of drafter.kind=dflash2 has a"
@@ -251,14 +258,11 @@ def _check_numbers(config: RunConfig) -> None:
 def _check_choices(config: RunConfig) -> None:
     for name, value in (("target.dtype", config.target.dtype), ("trainer.dtype", config.trainer.dtype)):
         dtype_of(name, value)
-    loss = config.loss
-    if loss.kind not in ROW_LOSSES:
-        raise UserError(f"loss.kind is {loss.kind!r}; it takes {', '.join(ROW_LOSSES)}")
-    if loss.weighting not in ("decay", "dpace"):
-        raise UserError(f"loss.weighting is {loss.weighting!r}; it takes decay or dpace")
-    if loss.weighting == "dpace" and loss.kind != "ce":
-        raise UserError(f"loss.weighting is dpace and loss.kind {loss.kind}; dpace is only defined for ce")
-    shares = {"loss.dpace_alpha": loss.dpace_alpha, "trainer.activation_budget": config.trainer.activation_budget}
+    _check_loss(config.loss)
+    shares = {
+        "loss.dpace_alpha": config.loss.dpace_alpha,
+        "trainer.activation_budget": config.trainer.activation_budget,
+    }
     for name, value in shares.items():
         if not 0 <= value <= 1:
             raise UserError(f"{name} is {value}; it takes 0 to 1")
@@ -269,6 +273,19 @@ def _check_choices(config: RunConfig) -> None:
         )
     if config.mesh.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"mesh.device is {config.mesh.device!r}; it takes auto, cpu or cuda")
+
+
+def _check_loss(loss: LossSection) -> None:
+    if loss.kind not in ROW_LOSSES:
+        raise UserError(f"loss.kind is {loss.kind!r}; it takes {', '.join(ROW_LOSSES)}")
+    if loss.weighting not in ("decay", "dpace"):
+        raise UserError(f"loss.weighting is {loss.weighting!r}; it takes decay or dpace")
+    if loss.weighting == "dpace" and loss.kind != "ce":
+        raise UserError(f"loss.weighting is dpace and loss.kind {loss.kind}; dpace is only defined for ce")
+    if loss.weighting != "dpace" and loss.dpace_alpha != LossSection().dpace_alpha:
+        raise UserError(f"loss.dpace_alpha is {loss.dpace_alpha}; only loss.weighting=dpace has it")
+    if loss.weighting == "dpace" and loss.gamma is not None:
+        raise UserError(f"loss.gamma is {loss.gamma}; only loss.weighting=decay has it")
 
 
 def _check_packs_per_step(config: RunConfig, split: Split) -> None:

@@ -45,8 +45,9 @@ def find_position(folder: Path, identity: dict[str, Any], allow: list[str]) -> t
             continue
         if name not in allow:
             way_out = f"allow it with resume.allow=[{name}], " if name != SHAPE else ""
+            then, now = _differing(before or {}, value) if name == SHAPE else (before, value)
             raise UserError(
-                f"run.dir holds a run with {name} = {before}, this one has {value}; resuming would change"
+                f"run.dir holds a run with {name} = {then}, this one has {now}; resuming would change"
                 f" the run: restore the setting, {way_out}or choose another run.dir"
             )
         changes.append(f"{name} was {before} up to step {steps[-1]}, now {value}")
@@ -87,3 +88,15 @@ def clear_leftovers(folder: Path) -> None:
     for pattern in ("step-*.partial", f"step-*{SUPERSEDED}", f"step-*{REMOVED}"):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of two drafters' config.json, the entries that are not the same."""
+    first, second = {}, {}
+    for name in sorted(one.keys() | other.keys()):
+        a, b = one.get(name), other.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            a, b = _differing(a, b)
+        if a != b:
+            first[name], second[name] = a, b
+    return first, second
