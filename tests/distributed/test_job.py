@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dflash_data.target import find_target
 from dflash_model import UserError, load_drafter
 from dflash_train.cli import parse
 from dflash_train.config import RunConfig
@@ -158,6 +159,10 @@ def test_the_debug_configuration_runs_as_5_and_3(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
         run_ranks(work, 8, tmp_path)
     assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3]
+    target = find_target(None, QWEN3)
+    before = target.fingerprint()
+    target.build_meta(torch.bfloat16)  # which notes the type in the configuration
+    assert target.fingerprint() == before
     argv += ["target.config.intermediate_size=256", "drafter.intermediate_size=128"]
     assert "run.dir holds a run with target.files" in run_ranks(refusal(argv), 1, tmp_path)[0]
 

@@ -195,6 +195,10 @@ def test_a_changed_setting_is_refused_unless_it_is_allowed(straight: Path) -> No
         ({"trainer.packs_per_step": 3}, "trainer.packs_per_step = 6, this one has 3; resuming would change the run"),
         ({"optimizer.lr": 1e-3}, r"allow it with resume.allow=[optimizer.lr]"),
         ({"optimizer.lr": 1e-3, "resume.allow": "run.sed"}, "resume.allow names run.sed; it takes"),
+        (
+            {"drafter.mask_token_id": 129},
+            "drafter = {'dflash_config': {'mask_token_id': 130}}, this one has {'dflash_config': {'mask_token_id': 12",
+        ),
     ):
         argv = settings(folder, QWEN3, **SPARSE | change)
         assert sentence in run_ranks(outcome(argv, UserError), 1, folder)[0]
