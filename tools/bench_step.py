@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dflash_data.ends import FrozenEnds
+from dflash_data.float8 import Float8Head
 from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
 from dflash_model import DFlash2Config, Drafter, DrafterConfig, UserError
@@ -50,6 +51,7 @@ class StepBench:
     compile: bool = key(True, "compile the layers")
     activation_budget: float = key(0.9, "share of activations that compiled layers keep")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
+    float8: bool = key(False, "multiply with the head in float8")
     warmup: int = key(5, "steps not counted")
     repeats: int = key(20, "steps counted")
     profile: str = key("", "write a table of kernel times to this file")
@@ -179,6 +181,7 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     draft = DraftStep(
         drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows,
         sparse=device.type == "cuda", compiled=bench.compile and device.type == "cuda",
+        float8=Float8Head(head) if bench.float8 else None,
     )  # fmt: skip
     packs = [random_pack(bench, config, device, seed) for seed in range(4)]
     tally, calls = Tally.of(config, device), iter(range(10**9))
@@ -209,7 +212,7 @@ def bench_step(argv: list[str]) -> dict[str, Any]:
         "bench": "step", "preset": bench.preset, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": sliding,
-        "dflash2": bench.dflash2,
+        "dflash2": bench.dflash2, "float8": bench.float8,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
         "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
         "achieved_tflop_s": flops / median / 1e12,

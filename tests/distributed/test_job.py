@@ -167,6 +167,17 @@ def test_the_debug_configuration_runs_as_5_and_3(tmp_path: Path) -> None:
     assert "run.dir holds a run with target.files" in run_ranks(refusal(argv), 1, tmp_path)[0]
 
 
+def test_a_head_in_float8_teaches_nearly_the_same(tmp_path: Path) -> None:
+    changes = {"trainer.steps": 2, "evaluate.packs": 0, "checkpoint.interval": 0}
+    even = {**QWEN3, "vocab_size": 144}
+    exact = run(tmp_path / "exact", 1, even, **changes)
+    found = run(tmp_path / "float8", 2, even, **changes, **{"loss.float8": "true"})
+    for one, other in zip(exact, found, strict=True):
+        assert 0 < abs(other["loss"] / one["loss"] - 1) < 1e-2
+    argv = settings(tmp_path / "odd", QWEN3, **changes, **{"loss.float8": "true"})
+    assert "loss.float8 is true; the head is 131 x 64, and" in run_ranks(refusal(argv), 1, tmp_path)[0]
+
+
 def refusal(argv: list[str]) -> Callable[[int], str]:
     """A rank that starts a job alone and returns the sentence with which it is refused."""
 

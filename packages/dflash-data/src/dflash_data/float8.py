@@ -1,9 +1,9 @@
-"""A target's large matrices in float8: half the bytes, and up to twice the rate on GPUs that multiply float8.
+"""A target's large matrices and its head in float8: half the bytes, and up to twice the rate on GPUs that multiply it.
 
 Each row of a weight, and each token's activations when they come, are scaled by their own largest magnitude to float8's
 range (e4m3); the product is scaled back. Rows of the weight are what ranks share, so a rank quantizes its own rows.
 
-Legend: T tokens, I inputs, O outputs.
+Legend: T tokens, I inputs, O outputs; R rows, D drafter width, V vocabulary.
 Source: torch._scaled_mm with row-wise scales, as torchao's float8 dynamic row-wise recipe uses it.
 """
 
@@ -15,6 +15,7 @@ from dflash_model.errors import UserError
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 NARROW = 128  # outputs; a delta net's decay and gate heads, which are cheap and sensitive, have fewer
+LARGEST_E5M2 = torch.finfo(torch.float8_e5m2).max
 ALIGNED = 16  # what the product asks of both sides of a weight
 
 
@@ -58,7 +59,59 @@ class Float8Linear(nn.Module):
         return out_TO.view(*x.shape[:-1], self.out_features)
 
 
-def check_float8(device: torch.device, dtype: torch.dtype) -> None:
+class Float8Head:
+    """The frozen head for both of its products, in float8: its rows for the logits, its columns for the way back.
+
+    What comes back are slopes of losses, whose size is bounded: they get one scale, and e5m2, whose exponents reach
+    down to 1e-9 of it, where the probabilities of a large vocabulary lie.
+
+    Attributes:
+        weight_VD: the head as it was.
+    """
+
+    def __init__(self, head_VD: Tensor, largest_slope: float = 1.0) -> None:
+        """Two copies, in float8.
+
+        Args:
+            head_VD: both sizes are multiples of 16.
+            largest_slope: of a loss with respect to a logit; a factor on the logits.
+        """
+        (vocab, width), self._largest_slope, self.weight_VD = head_VD.shape, largest_slope, head_VD
+        self._rows, self._row_scale = torch.empty_like(head_VD, dtype=FLOAT8), head_VD.new_empty(vocab, 1).float()
+        self._columns = head_VD.new_empty(width, vocab, dtype=FLOAT8)
+        self._column_scale = head_VD.abs().amax(0)[:, None].float().clamp_min(1e-12) / LARGEST
+        for part in torch.arange(vocab).split(1 << 14):  # fp32 of all of them would be twice the head
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            self._rows[rows], self._row_scale[rows] = quantize_rows(head_VD[rows])
+            self._columns[:, rows] = (head_VD[rows].float().t() / self._column_scale).to(FLOAT8)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """``hidden @ head.T``, ``[R, V]``."""
+        quantize = _compiled_quantize_rows if hidden_RD.is_cuda else quantize_rows
+        hidden8_RD, scale_R1 = quantize(hidden_RD)
+        return torch._scaled_mm(
+            hidden8_RD, self._rows.t(), scale_a=scale_R1, scale_b=self._row_scale.t(), out_dtype=hidden_RD.dtype,
+        )  # fmt: skip
+
+    def back(self, slope_RV: Tensor) -> Tensor:
+        """``slope @ head``, ``[R, D]``; the sum over the vocabulary is kept in fp32."""
+        shrink = _compiled_shrink if slope_RV.is_cuda else _shrink
+        scale = self._largest_slope / LARGEST_E5M2
+        scale_R1 = torch.full((len(slope_RV), 1), scale, device=slope_RV.device)
+        return torch._scaled_mm(
+            shrink(slope_RV, 1 / scale), self._columns.t(), scale_a=scale_R1, scale_b=self._column_scale.t(),
+            out_dtype=slope_RV.dtype,
+        )  # fmt: skip
+
+
+def _shrink(slope_RV: Tensor, factor: float) -> Tensor:
+    return (slope_RV.float() * factor).clamp(-LARGEST_E5M2, LARGEST_E5M2).to(torch.float8_e5m2)
+
+
+_compiled_shrink = torch.compile(_shrink, dynamic=True, fullgraph=True)
+
+
+def check_float8(key: str, device: torch.device, dtype: torch.dtype) -> None:
     """See that this device multiplies float8 with a scale for each row.
 
     Raises:
@@ -67,10 +120,10 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         return
     if dtype != torch.bfloat16:
-        raise UserError(f"target.float8 is true and target.dtype {dtype}; on a GPU float8 products come in bfloat16")
+        raise UserError(f"{key} is true and target.dtype {dtype}; on a GPU float8 products come in bfloat16")
     if torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
-            f"target.float8 is true; {torch.cuda.get_device_name(device)} cannot multiply float8 (compute"
+            f"{key} is true; {torch.cuda.get_device_name(device)} cannot multiply float8 (compute"
             " capability 8.9 and later can: L40S, H100, B200 …)"
         )
 

@@ -231,7 +231,7 @@ class ShardedTarget:
         decoder, layers = decoder_of(model), decoder_layers(model)
         assert isinstance(decoder, PreTrainedModel)
         if float8:
-            check_float8(self.device, dtype)
+            check_float8("target.float8", self.device, dtype)
             use_float8(decoder)
         if mesh.size() > 1:  # on one rank sharding would only copy weights
             for layer in layers:

@@ -165,6 +165,10 @@ class LossSection:
     gamma: float | None = key(None, "decay length of the slot weights; default: 7 at block 16, 5 at 10, 4 at 8")
     dpace_alpha: float = key(0.5, "dpace: at 0 the drafter's own probabilities alone, at 1 none of them")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
+    float8: bool = key(
+        False,
+        "multiply with the frozen head in float8, both ways; takes the memory of a second head",
+    )
     selector_weight: float = key(
         1.0, "dflash2: of the cross-entropy of the selector, over the slots whose token is among its candidates"
     )

@@ -85,6 +85,7 @@ def drafter_share(job: Job, num_parameters: int) -> Share:
         kept += slots * drafter.dflash2.selector_rank * (drafter.dflash2.selector_top_k + 3)
     keys = (config.data.seq_len + slots) * drafter.num_layers * 4 * drafter.num_kv_heads * drafter.head_dim
     ends = (1 if job.target.config.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
+    float8 = 2 * drafter.vocab_size * drafter.hidden_size * config.loss.float8
     held = 2 * size if config.loss.kind == "ce" else 3 * size  # logits, their gradient, the target's logits
     held += 0 if config.trainer.compile else 4 * held // size  # uncompiled, steps between them are kept in fp32
     logits = min(config.loss.chunk_rows, slots) * drafter.vocab_size * held
@@ -93,7 +94,7 @@ def drafter_share(job: Job, num_parameters: int) -> Share:
         "masters and moments": num_parameters * 4 * 3 / ranks,
         "gradients": num_parameters * 4 / ranks + num_parameters * (4 if job.micro_steps > 1 else size),
         "gathered weights": num_parameters * size,
-        "embedding and head": ends * DTYPES[config.target.dtype].itemsize,
+        "embedding and head": ends * DTYPES[config.target.dtype].itemsize + float8,
         "activations": (kept + keys) * size,
         "logits": logits,
         "packs": 2 * message,

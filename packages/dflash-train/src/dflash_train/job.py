@@ -9,6 +9,7 @@ import torch
 
 from dflash_data.dataset import PreparedData, open_prepared
 from dflash_data.ends import find_final_norm
+from dflash_data.float8 import ALIGNED
 from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
 from dflash_data.target import TargetModel, find_target
@@ -175,6 +176,11 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
         raise UserError(
             f"loss.gamma is {gamma}; the last slots of a block would weigh nothing: it takes"
             f" {last / MOST_DECAY:.2g} or more"
+        )
+    if config.loss.float8 and (drafter.vocab_size % ALIGNED or drafter.hidden_size % ALIGNED):
+        raise UserError(
+            f"loss.float8 is true; the head is {drafter.vocab_size} x {drafter.hidden_size}, and float8 products take"
+            f" multiples of {ALIGNED}"
         )
     if drafter.dflash2 is None and config.loss.selector_weight != 1:
         raise UserError(

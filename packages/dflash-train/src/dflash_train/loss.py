@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_data.float8 import Float8Head
 from dflash_model import DrafterConfig
 from dflash_model.drafter import draft_candidates
 
@@ -126,7 +127,7 @@ class FrozenHeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's context object
         hidden_RD: Tensor,
-        head_VD: Tensor,
+        head: Tensor | Float8Head,
         taught: Tensor,
         chunk_rows: int,
         multiplier: float,
@@ -135,15 +136,17 @@ class FrozenHeadLoss(torch.autograd.Function):
         top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return fp32 losses and logits, int64 tokens."""
+        head_VD = head if isinstance(head, Tensor) else head.weight_VD
         grad_RD = torch.empty_like(hidden_RD)
         loss_R = torch.empty(len(hidden_RD), dtype=torch.float32, device=hidden_RD.device)
         choice_R = torch.empty(len(hidden_RD), dtype=torch.long, device=hidden_RD.device)
         logit_RJ, candidate_RJ = loss_R.new_empty(len(loss_R), top_k), choice_R.new_empty(len(loss_R), top_k)
         for rows in _chunks(len(hidden_RD), chunk_rows):
-            logits_CV = F.linear(hidden_RD[rows].to(head_VD.dtype), head_VD)
+            hidden_CD = hidden_RD[rows].to(head_VD.dtype)
+            logits_CV = F.linear(hidden_CD, head) if isinstance(head, Tensor) else head.logits(hidden_CD)
             goal = taught[rows] if taught.dim() == 1 else F.linear(taught[rows].to(head_VD.dtype), head_VD)
             loss_R[rows], choice_R[rows], slope_CV = of_chunk(logits_CV, goal, multiplier, softcap)
-            grad_RD[rows] = (slope_CV @ head_VD).to(grad_RD.dtype)
+            grad_RD[rows] = slope_CV @ head if isinstance(head, Tensor) else head.back(slope_CV)
             if top_k:
                 logit_RJ[rows], candidate_RJ[rows] = logits_CV.topk(top_k, sorted=False)
         ctx.save_for_backward(grad_RD, candidate_RJ, head_VD)
@@ -176,7 +179,7 @@ def _chunks(rows: int, chunk_rows: int) -> list[slice]:
 
 def frozen_head_loss(
     hidden_RD: Tensor,
-    head_VD: Tensor,
+    head: Tensor | Float8Head,
     taught: Tensor,
     chunk_rows: int,
     *,
@@ -190,7 +193,8 @@ def frozen_head_loss(
 
     Args:
         hidden_RD: drafter outputs of the supervised slots.
-        head_VD: the frozen head; its type is the type of the matrix product, everything after it is fp32.
+        head: the frozen one, ``[V, D]``; its type is the type of the matrix product, everything after it is fp32. Or
+            that in float8, for the products of the drafter's hidden states.
         taught: for ``ce`` int64 labels ``[R]``; else the target's normed last hidden states ``[R, D]``.
         chunk_rows: rows whose logits exist at once.
         kind: ``ce``, ``kl``, ``tv`` or ``lk``.
@@ -201,7 +205,7 @@ def frozen_head_loss(
     """
     of_chunk = compiled_rows(kind) if compiled else ROW_LOSSES[kind]
     loss_R, choice_R, candidate_RJ, logit_RJ = FrozenHeadLoss.apply(  # type: ignore[misc]
-        hidden_RD, head_VD, taught, chunk_rows, multiplier, softcap, of_chunk, top_k
+        hidden_RD, head, taught, chunk_rows, multiplier, softcap, of_chunk, top_k
     )
     return HeadRows(loss_R, choice_R, candidate_RJ, _capped(logit_RJ, multiplier, softcap))
 

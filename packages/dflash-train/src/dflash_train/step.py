@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_data.ends import FrozenEnds
+from dflash_data.float8 import Float8Head
 from dflash_data.packs import HiddenPack, staged
 from dflash_model import Drafter, DrafterConfig, DraftInputs
 from dflash_model.attention import Mask
@@ -162,6 +163,7 @@ class DraftStep:
         sparse: masks for flex_attention, for GPUs and rows of one length; dense ones otherwise.
         compiled: whether the loss between the head's two matrix products is compiled.
         objective: what is taught, and how slots are weighted.
+        float8: the head in float8, for training; held-out text goes through ``ends``.
     """
 
     drafter: Drafter
@@ -171,6 +173,7 @@ class DraftStep:
     sparse: bool
     compiled: bool = False
     objective: Objective = Objective()
+    float8: Float8Head | None = None
 
     def loss(self, pack: HiddenPack, tally: Tally, parts: Stopwatch | None = None) -> tuple[Tensor, Tensor]:
         """Sum of weighted losses (to be backpropagated) and sum of weights, both on the device.
@@ -194,7 +197,7 @@ class DraftStep:
             taught = label_R if self.objective.kind == "ce" else self._teacher(pack.tensors, rows_R)
             hidden_RD = hidden_QD[rows_R]
             head = frozen_head_loss(
-                hidden_RD, self.ends.head_VD, taught, self.chunk_rows, kind=self.objective.kind,
+                hidden_RD, self.float8 or self.ends.head_VD, taught, self.chunk_rows, kind=self.objective.kind,
                 multiplier=config.output_multiplier, softcap=config.final_logit_softcapping, compiled=self.compiled,
                 top_k=selector.top_k if selector else 0,
             )  # fmt: skip

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dflash_data.clock import StageClock
 from dflash_data.ends import FrozenEnds
+from dflash_data.float8 import Float8Head, check_float8
 from dflash_data.packs import HiddenPack
 from dflash_data.schedule import Schedule, Segment, Stream
 from dflash_model import Drafter
@@ -98,6 +99,10 @@ class Trainer:
         ends = FrozenEnds.load(
             job.target, dtype=DTYPES[job.config.target.dtype], device=meshes.device, norm=loss.kind != "ce"
         )
+        float8 = None
+        if loss.float8:
+            check_float8("loss.float8", meshes.device, ends.head_VD.dtype)
+            float8 = Float8Head(ends.head_VD, self.drafter.config.output_multiplier)
         self.draft = DraftStep(
             self.drafter, ends, DTYPES[job.config.trainer.dtype], loss.chunk_rows,
             sparse=meshes.device.type == "cuda",
@@ -105,6 +110,7 @@ class Trainer:
             objective=Objective(
                 loss.kind, loss.dpace_alpha if loss.weighting == "dpace" else None, loss.selector_weight
             ),
+            float8=float8,
         )  # fmt: skip
         self.own_rank = job.split.drafter_rank(meshes.rank) or 0
         self.tally = Tally.of(job.drafter, meshes.device)
