@@ -25,7 +25,7 @@ demo: install
 	$(BIN)/python tools/demo_target.py out=$(TARGET)
 	$(BIN)/python tools/prepare.py $(DEMO)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 3 tools/train.py $(DEMO) run.dir=$(RUN)
-	$(BIN)/python tools/generate.py target.path=$(TARGET) target.dtype=float32 max_new_tokens=96 \
+	OMP_NUM_THREADS=1 $(BIN)/python tools/generate.py target.path=$(TARGET) target.dtype=float32 max_new_tokens=96 \
 		drafter.path=$(RUN)/checkpoints/step-$(STEPS)/dflash prompt="List five things you can find in a kitchen."
 	@grep -h 'held-out acceptance' $(RUN)/log.txt | tail -n 1
 

@@ -154,8 +154,8 @@ class RunLog:
         return rows[-1]["pooled"] if rows else None
 
     def step(
-        self, step: int, values: dict[str, float], accounts: Accounts, *, parts: dict[str, float], memory_gib: float,
-        packs: list[list[int]],
+        self, step: int, values: dict[str, float], accounts: Accounts, *, parts: dict[str, float],
+        memory_gib: float | None, packs: list[list[int]],
     ) -> None:  # fmt: skip
         """Write one logged step.
 
@@ -164,7 +164,7 @@ class RunLog:
             values: of training.
             accounts: where time went since the line before.
             parts: seconds of this one step's parts, on the device.
-            memory_gib: most that was allocated.
+            memory_gib: most that was allocated on a GPU.
             packs: ranges of numbers trained on since the line before.
         """
         self.last_step = step

@@ -294,7 +294,7 @@ def _train(
         log=log,
     )  # fmt: skip
     if log is not None:
-        logger.info(f"drafter ready in {time.perf_counter() - began:.1f} s")
+        logger.info(f"{job.drafter.kind} drafter ready in {time.perf_counter() - began:.1f} s")
     try:
         trainer.run()
     finally:  # whatever ends it: the board's own thread may be 10 s behind

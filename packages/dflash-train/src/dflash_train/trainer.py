@@ -357,7 +357,7 @@ class Trainer:
             values |= {"grad_norm": grad_norm, "lr": self.lr, "skipped": self.finite.skipped}
             values |= {"context_noise": self._noise(step)} if self.job.config.trainer.context_noise else {}
             accounts = Accounts(split, self.job.config.trainer.packs_per_step, targets, drafters, device.type == "cuda")
-            memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
             packs = as_ranges(number for part in numbers for number in part)
             seconds = {name: parts.seconds(name) for name in parts.names}
             self.log.step(step, values, accounts, parts=seconds, memory_gib=memory, packs=packs)
