@@ -23,7 +23,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from dflash_data.packs import STATS
 from dflash_data.schedule import WorkItem
 from dflash_train.acceptance import Acceptance, Rounds, by_position
-from dflash_train.verdict import Accounts, Verdict, judge, mean_share
+from dflash_train.verdict import COMPILING, STARTING, Accounts, Verdict, judge, mean_share
 from dflash_train.watch import SpeedWatch
 
 logger = logging.getLogger("dflash")
@@ -170,6 +170,8 @@ class RunLog:
         self.last_step = step
         mfu = accounts.packs_s * self.flops_per_pack / self.peak if self.peak else None
         verdict, rates = judge(accounts), accounts.rates()
+        if self.eta_from is None and verdict.name != COMPILING:
+            verdict = STARTING
         record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
         record |= {"evidence": verdict.evidence, "mfu": mfu, "memory_gib": memory_gib, "packs": packs}

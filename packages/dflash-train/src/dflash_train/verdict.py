@@ -163,11 +163,16 @@ class Verdict:
         return f"{self.name}: {self.evidence}" + (f"; {self.advice}" if self.advice else "")
 
 
+COMPILING = "compiling"
+# Of the first interval after a start: it waits for what goes on without a wait from then on.
+STARTING = Verdict("starting", "the first line after a start also holds what the start cost")
+
+
 def judge(seen: Accounts) -> Verdict:
     """The verdict of one interval."""
     compile_s, save_s = float(seen.drafter("compile").max()), float(seen.drafter("save").max())
     if compile_s > LARGE * seen.wall_s:
-        return Verdict("compiling", f"{compile_s:.1f} s of {seen.wall_s:.1f} s", "normal at the start only")
+        return Verdict(COMPILING, f"{compile_s:.1f} s of {seen.wall_s:.1f} s", "normal at the start only")
     if save_s > LARGE * seen.wall_s:
         return Verdict("checkpoint", f"{save_s:.1f} s of {seen.wall_s:.1f} s", "raise checkpoint.interval")
     if seen.wait_share < WAITS or (seen.split.colocated and seen.drafter_packs_s < seen.target_packs_s):
