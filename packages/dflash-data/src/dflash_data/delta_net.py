@@ -29,7 +29,7 @@ class PerDocument:
         return torch.cat([self._forward(hidden_states=part, **kwargs) for part in parts], dim=1)
 
 
-class AllDocuments(PerDocument):
+class AllDocuments:
     """The forward of transformers' Qwen3_5GatedDeltaNet for all documents at once.
 
     There the convolution is a plain one, decay and gate are kernels of their own, and queries and keys are copied for
@@ -37,14 +37,13 @@ class AllDocuments(PerDocument):
     """
 
     def __init__(self, mixer: Any) -> None:  # noqa: ANN401 - by duck
-        super().__init__(mixer)
         from fla.modules.convolution import causal_conv1d  # type: ignore[missing-import]
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[missing-import]
 
         self._mixer, self._convolve, self._delta_rule = mixer, causal_conv1d, chunk_gated_delta_rule
 
     def __call__(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        """As above."""
+        """Apply the mixer to each document of ``[1, S, width]``."""
         mixer, row = self._mixer, ROW.get()
         documents = {"cu_seqlens": row.starts_N, "cu_seqlens_cpu": row.host_starts_N}
         mixed, _ = self._convolve(

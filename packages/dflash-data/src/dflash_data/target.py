@@ -251,7 +251,7 @@ class ShardedTarget:
         return self._features(pack.input_ids_S, pack.position_S, pack.document_lengths())
 
     @torch.no_grad()
-    def _features(self, input_ids_S: Tensor, position_S: Tensor, lengths: list[int], *, probe: bool = False) -> Tensor:
+    def _features(self, input_ids_S: Tensor, position_S: Tensor, lengths: list[int]) -> Tensor:
         """Positions restart, there is no attention mask and no cache.
 
         Any of these two would make transformers attend across documents.
@@ -294,8 +294,8 @@ class ShardedTarget:
     def _check_documents_apart(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
         """Turn the order of some documents round, change every other one, and see that the others' features stay.
 
-        Some families of transformers build their mask without looking at positions (gpt-oss, OPT), or take a token's
-        place in the row for its position (OPT, Marian). Where a leak reaches least far, it reaches a document's first
+        Some families of transformers build their mask without looking at positions (gpt-oss), or take a token's place
+        in the row for its position (Marian). Where a leak reaches least far, it reaches a document's first
         token, and changes it by much of its norm. What rounding does stays under half the digits of the type, but for a
         token that it sends to another expert: hence four documents and the median over their first tokens.
 
