@@ -1,6 +1,7 @@
 """Time a part: python tools/bench.py MODE key=value…
 
-MODE: step, loss, mask (of the drafter), target, pipeline (a whole job), channel, decode, checkpoint, data, watch.
+MODE: step, loss, mask (of the drafter), peer (SpecForge's step), target, pipeline (a whole job), channel, decode,
+checkpoint, data, watch.
 "tools/bench.py MODE --help" lists the keys of a mode. The last line is one JSON object: medians and spread.
 """
 
@@ -12,6 +13,7 @@ from bench_data import bench_data
 from bench_decode import bench_decode
 from bench_loss import bench_loss
 from bench_mask import bench_mask
+from bench_peer import bench_peer
 from bench_pipeline import bench_pipeline
 from bench_step import bench_step
 from bench_target import bench_target
@@ -20,9 +22,9 @@ from dflash_model import UserError
 from dflash_train.cli import run_tool
 
 BENCHES = {
-    "step": bench_step, "loss": bench_loss, "mask": bench_mask, "target": bench_target, "pipeline": bench_pipeline,
-    "channel": bench_channel, "decode": bench_decode, "checkpoint": bench_checkpoint, "data": bench_data,
-    "watch": bench_watch,
+    "step": bench_step, "loss": bench_loss, "mask": bench_mask, "peer": bench_peer, "target": bench_target,
+    "pipeline": bench_pipeline, "channel": bench_channel, "decode": bench_decode, "checkpoint": bench_checkpoint,
+    "data": bench_data, "watch": bench_watch,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dflash_data.ends import FrozenEnds
@@ -35,26 +36,56 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class StepBench:
+class StepSizes:
     """One drafter step: forward, loss, backward, clip, AdamW."""
 
     config: str = key("", "YAML file that the other keys override")
     preset: str = key("qwen3-8b", "sizes: qwen3-8b, qwen3.6-27b or tiny")
     num_layers: int = key(5, "drafter layers")
     num_sliding_layers: int = key(0, "of which sliding, window 2048")
-    dflash2: bool = key(False, "with DFlash2's convolutions and selector")
     block_size: int = key(16, "K")
     seq_len: int = key(4096, "S")
     anchors: int = key(512, "A")
-    documents: int = key(1, "documents the row is cut into")
     dtype: str = key("bfloat16", "compute type; masters are fp32")
+    warmup: int = key(5, "steps not counted")
+    repeats: int = key(20, "steps counted")
+    profile: str = key("", "write a table of kernel times to this file")
+
+
+@dataclass
+class StepBench(StepSizes):
+    """This project's step."""
+
+    dflash2: bool = key(False, "with DFlash2's convolutions and selector")
+    documents: int = key(1, "documents the row is cut into")
     compile: bool = key(True, "compile the layers")
     activation_budget: float = key(0.9, "share of activations that compiled layers keep")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
     float8: bool = key(False, "multiply with the head in float8")
-    warmup: int = key(5, "steps not counted")
-    repeats: int = key(20, "steps counted")
-    profile: str = key("", "write a table of kernel times to this file")
+
+
+def drafter_config(sizes: StepSizes, dflash2: DFlash2Config | None = None) -> DrafterConfig:
+    """The drafter of these sizes.
+
+    Raises:
+        UserError: an unknown preset.
+    """
+    if sizes.preset not in SIZES:
+        raise UserError(f"preset is {sizes.preset}; it takes {', '.join(SIZES)}")
+    preset, sliding = SIZES[sizes.preset], sizes.num_sliding_layers
+    return DrafterConfig(
+        **preset, num_layers=sizes.num_layers, num_heads=32, num_kv_heads=8, head_dim=128,
+        target_layer_ids=tuple(range(1, 6)), block_size=sizes.block_size, mask_token_id=preset["vocab_size"] - 1,
+        layer_types=(SLIDING,) * sliding + (FULL,) * (sizes.num_layers - sliding), sliding_window=2048,
+        dflash2=dflash2,
+    )  # fmt: skip
+
+
+def random_ends(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> FrozenEnds:
+    """An embedding and a head."""
+    with torch.device(device):
+        embed, head = (torch.randn(config.vocab_size, config.hidden_size, dtype=dtype) * std for std in (1.0, 0.02))
+    return FrozenEnds(embed, head)
 
 
 def random_pack(bench: StepBench, config: DrafterConfig, device: torch.device, seed: int) -> HiddenPack:
@@ -151,20 +182,8 @@ def bench_device() -> torch.device:
 
 
 def build_training(bench: StepBench, device: torch.device) -> Training:
-    """Everything one step needs.
-
-    Raises:
-        UserError: an unknown preset.
-    """
-    if bench.preset not in SIZES:
-        raise UserError(f"preset is {bench.preset}; it takes {', '.join(SIZES)}")
-    sizes, sliding = SIZES[bench.preset], bench.num_sliding_layers
-    config = DrafterConfig(
-        **sizes, num_layers=bench.num_layers, num_heads=32, num_kv_heads=8, head_dim=128,
-        target_layer_ids=tuple(range(1, 6)), block_size=bench.block_size, mask_token_id=sizes["vocab_size"] - 1,
-        layer_types=(SLIDING,) * sliding + (FULL,) * (bench.num_layers - sliding), sliding_window=2048,
-        dflash2=DFlash2Config() if bench.dflash2 else None,
-    )  # fmt: skip
+    """Everything one step needs."""
+    config = drafter_config(bench, DFlash2Config() if bench.dflash2 else None)
     with torch.device("meta"):
         drafter = Drafter(config)
     parallelize_drafter(
@@ -174,14 +193,11 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     drafter.to_empty(device=device)
     fill_sharded(drafter, Drafter.initial_tensors(config, torch.Generator().manual_seed(0)))
     optimizers, schedule = build_optimizer(drafter, OptimizerSection(), steps=1000)
-    with torch.device(device):
-        embed, head = (
-            torch.randn(config.vocab_size, config.hidden_size, dtype=DTYPES[bench.dtype]) * std for std in (1.0, 0.02)
-        )
+    ends = random_ends(config, device, DTYPES[bench.dtype])
     draft = DraftStep(
-        drafter, FrozenEnds(embed, head), DTYPES[bench.dtype], bench.chunk_rows,
+        drafter, ends, DTYPES[bench.dtype], bench.chunk_rows,
         sparse=device.type == "cuda", compiled=bench.compile and device.type == "cuda",
-        float8=Float8Head(head) if bench.float8 else None,
+        float8=Float8Head(ends.head_VD) if bench.float8 else None,
     )  # fmt: skip
     packs = [random_pack(bench, config, device, seed) for seed in range(4)]
     tally, calls = Tally.of(config, device), iter(range(10**9))
@@ -195,28 +211,32 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     return Training(drafter, optimizers, schedule, tally, one_step)
 
 
-def bench_step(argv: list[str]) -> dict[str, Any]:
-    """Build, run, measure."""
-    bench = parse(StepBench, argv, __doc__ or "")
-    device = bench_device()
-    training = build_training(bench, device)
-    drafter, tally, sliding = training.drafter, training.tally, bench.num_sliding_layers
-    times = timed(training.step, device, warmup=bench.warmup, repeats=bench.repeats)
-    flops, ceiling = (
-        pack_flops(drafter.config, bench.seq_len, bench.anchors),
-        measured_ceiling(device, DTYPES[bench.dtype]),
-    )
-    write_profile(bench.profile, training.step)
+def step_figures(
+    bench: StepSizes, drafter: nn.Module, config: DrafterConfig, device: torch.device, times: list[float]
+) -> dict[str, Any]:
+    """What a bench of a step tells of the seconds its steps took."""
+    flops, ceiling = pack_flops(config, bench.seq_len, bench.anchors), measured_ceiling(device, DTYPES[bench.dtype])
     median = statistics.median(times)
     return {
-        "bench": "step", "preset": bench.preset, "torch": torch.__version__,
+        "preset": bench.preset, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": sliding,
-        "dflash2": bench.dflash2, "float8": bench.float8,
+        "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": bench.num_sliding_layers,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
         "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
         "achieved_tflop_s": flops / median / 1e12,
         "ceiling_tflop_s": ceiling / 1e12, "share_of_ceiling": flops / median / ceiling,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
-        "loss": float(tally.sums[0] / tally.sums[1]),
     }  # fmt: skip
+
+
+def bench_step(argv: list[str]) -> dict[str, Any]:
+    """Build, run, measure."""
+    bench = parse(StepBench, argv, __doc__ or "")
+    device = bench_device()
+    training = build_training(bench, device)
+    drafter, tally = training.drafter, training.tally
+    times = timed(training.step, device, warmup=bench.warmup, repeats=bench.repeats)
+    figures = step_figures(bench, drafter, drafter.config, device, times)
+    write_profile(bench.profile, training.step)
+    loss = float(tally.sums[0] / tally.sums[1])
+    return {"bench": "step", "dflash2": bench.dflash2, "float8": bench.float8, **figures, "loss": loss}

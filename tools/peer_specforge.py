@@ -37,7 +37,7 @@ from dflash_data.clock import StageClock
 from dflash_data.ends import FrozenEnds
 from dflash_data.pipeline import MadePack, hidden_states
 from dflash_data.target import ShardedTarget
-from dflash_model import UserError, save_drafter
+from dflash_model import DrafterConfig, UserError, save_drafter
 from dflash_model.blocks import default_gamma
 from dflash_model.layout import to_published
 from dflash_train.checkpoint import Position
@@ -58,16 +58,22 @@ MODULES = {
 
 
 @dataclass
-class PeerConfig(RunConfig):
-    """A training job as tools/train.py takes it, done by SpecForge."""
+class PeerOptions:
+    """SpecForge's own settings."""
 
     specforge: str = key("", "folder of the unpacked SpecForge 0.2.0 wheel")
+    chunk_blocks: int = key(0, "its objective_chunk_blocks (there 128): fewer logits at once, made twice; 0: all, once")
+    liger: bool | None = key(None, "its Liger kernels; default: on a GPU if liger-kernel is installed")
+
+
+@dataclass
+class PeerConfig(PeerOptions, RunConfig):
+    """A training job as tools/train.py takes it, done by SpecForge."""
+
     own_start: bool = key(True, "start from its own N(0, 0.02) weights; false: from those of tools/train.py")
     rounded_rope: bool = key(
         False, "train with rotary frequencies rounded to trainer.dtype, as SpecForge's launch does; servers' are exact"
     )
-    chunk_blocks: int = key(0, "its objective_chunk_blocks (there 128): fewer logits at once, made twice; 0: all, once")
-    liger: bool | None = key(None, "its Liger kernels; default: on a GPU if liger-kernel is installed")
 
 
 def import_specforge(folder: str) -> dict[str, Any]:
@@ -103,34 +109,80 @@ def check_peer(job: Job) -> None:
         raise UserError(f"run.dir is {job.run_dir}; it holds a drafter already: choose another")
 
 
-def build_peer(config: PeerConfig, job: Job, peer: dict[str, Any], device: torch.device) -> Any:  # noqa: ANN401
+def has_liger(options: PeerOptions, device: torch.device) -> bool:
+    """Whether its draft model gets Liger's norms and MLP.
+
+    Raises:
+        UserError: they are asked for where they cannot run.
+    """
+    possible = device.type == "cuda" and find_spec("liger_kernel") is not None
+    if options.liger and not possible:
+        raise UserError("liger is true; its kernels need a GPU and the package liger-kernel")
+    return possible if options.liger is None else options.liger
+
+
+def build_peer(
+    peer: dict[str, Any], options: PeerOptions, drafter: DrafterConfig, ends: FrozenEnds, *, num_anchors: int,
+    gamma: float,
+) -> Any:  # noqa: ANN401  # fmt: skip
     """SpecForge's OnlineDFlashModel with the target's frozen ends; its draft model has fp32 masters like ours.
 
     SpecForge keeps bf16 weights beside the fp32 masters in its optimizer; FSDP2 over one rank computes the same.
+
+    Args:
+        peer: its modules.
+        options: its settings.
+        drafter: the draft model's sizes.
+        ends: on the device, and in the dtype, that it computes in.
+        num_anchors: it draws from each sequence, at most.
+        gamma: decay length of its slot weights.
+
+    Raises:
+        UserError: a setting that it cannot follow.
     """
-    dtype, gpu = DTYPES[config.trainer.dtype], device.type == "cuda"
-    backend = "flex_attention" if gpu else "sdpa"
-    liger = gpu and find_spec("liger_kernel") is not None if config.liger is None else config.liger
-    published = Qwen3Config(**to_published(job.drafter))
+    if options.chunk_blocks < 0:
+        raise UserError(f"chunk_blocks is {options.chunk_blocks}; it takes 0 or more")
+    device, dtype = ends.embedding_VD.device, ends.embedding_VD.dtype
+    backend, liger = "flex_attention" if device.type == "cuda" else "sdpa", has_liger(options, device)
+    published = Qwen3Config(**to_published(drafter))
     published._attn_implementation = backend
     draft = peer["model"].DFlashDraftModel(published, peer["kernels"].load_liger_dflash_kernels() if liger else None)
     draft.to(device)
-    if config.rounded_rope:
-        draft.rotary_emb.to(dtype)
     parallelize_drafter(draft, DeviceMesh(device.type, [0]), dtype=dtype, compile_layers=False)
-    if config.drafter.init_from is not None or not config.own_start:
-        fill_sharded(draft, initial_tensors(job.config.drafter, job.target, job.drafter, job.config.run.seed))
-    ends = FrozenEnds.load(job.target, dtype=dtype, device=device)
     embed, head = nn.Embedding.from_pretrained(ends.embedding_VD), nn.Linear(1, 1, bias=False)
     head.weight = nn.Parameter(ends.head_VD, requires_grad=False)
-    gamma = config.loss.gamma if config.loss.gamma is not None else default_gamma(job.drafter.block_size)
     model = peer["model"].OnlineDFlashModel(
-        draft, head, embed, job.drafter.mask_token_id, block_size=job.drafter.block_size, attention_backend=backend,
-        num_anchors=config.data.anchors_per_pack, loss_decay_gamma=gamma,
-        objective_chunk_blocks=config.chunk_blocks,
+        draft, head, embed, drafter.mask_token_id, block_size=drafter.block_size, attention_backend=backend,
+        num_anchors=num_anchors, loss_decay_gamma=gamma, objective_chunk_blocks=options.chunk_blocks,
     )  # fmt: skip
     print(f"SpecForge on {device.type}: {backend}, liger kernels {'on' if liger else 'off'}", file=sys.stderr)
     return model.train()
+
+
+def peer_of_job(config: PeerConfig, job: Job, peer: dict[str, Any], device: torch.device) -> Any:  # noqa: ANN401
+    """SpecForge's model for a training job, with its start weights."""
+    dtype = DTYPES[config.trainer.dtype]
+    gamma = config.loss.gamma if config.loss.gamma is not None else default_gamma(job.drafter.block_size)
+    model = build_peer(
+        peer, config, job.drafter, FrozenEnds.load(job.target, dtype=dtype, device=device),
+        num_anchors=config.data.anchors_per_pack, gamma=gamma,
+    )  # fmt: skip
+    if config.rounded_rope:
+        model.draft_model.rotary_emb.to(dtype)
+    if config.drafter.init_from is not None or not config.own_start:
+        start = initial_tensors(job.config.drafter, job.target, job.drafter, job.config.run.seed)
+        fill_sharded(model.draft_model, start)
+    return model
+
+
+def learn(peer: dict[str, Any], strategy: Any, batch: dict[str, Tensor]) -> Any:  # noqa: ANN401
+    """Forward, loss and backward of a batch; what its strategy returned.
+
+    The gradients are those of the sum of weighted losses, to be normalised over the step as its TrainerCore does.
+    """
+    out = strategy.forward_loss(peer["contracts"].TrainBatch([], "dflash", batch))
+    out.loss_terms[0].backward()
+    return out
 
 
 def documents(made: MadePack) -> tuple[list[dict[str, Tensor]], int]:
@@ -168,7 +220,7 @@ def target_packs(job: Job, device: torch.device) -> Iterator[MadePack]:
 def train(config: PeerConfig, job: Job, peer: dict[str, Any], device: torch.device) -> tuple[Any, float]:
     """All steps; the trained draft model, and the median over log intervals of document tokens per second."""
     torch.manual_seed(config.run.seed)  # of its start weights and anchors
-    model = build_peer(config, job, peer, device)
+    model = peer_of_job(config, job, peer, device)
     strategy, collate = peer["strategy"].DFlashTrainStrategy(model), peer["data"].build_collator()
     optimizers, schedule = build_optimizer(model.draft_model, config.optimizer, config.trainer.steps)
     packs, dtype, speeds = target_packs(job, device), DTYPES[config.trainer.dtype], [0.0]
@@ -180,9 +232,8 @@ def train(config: PeerConfig, job: Job, peer: dict[str, Any], device: torch.devi
             samples, model.num_anchors = documents(made)
             batch = collate(samples)
             batch["hidden_states"] = batch["hidden_states"].to(dtype)
-            out = strategy.forward_loss(peer["contracts"].TrainBatch([], "dflash", batch))
-            loss_sum, weight_sum = out.loss_terms  # normalised over the step, as its TrainerCore does
-            loss_sum.backward()
+            out = learn(peer, strategy, batch)
+            loss_sum, weight_sum = out.loss_terms
             weight += weight_sum
             sums += torch.stack((loss_sum.detach(), weight_sum, *out.ratio_metrics["acc"], torch.ones_like(weight)))
             tokens += made.stats["document_tokens"]

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import export
+from bench_peer import bench_peer
 from dflash_data.target import find_target
 from dflash_model import Drafter, Sampling, UserError, generate, load_drafter
 from dflash_model.decoding import _Session
@@ -170,6 +171,13 @@ def test_the_channel_bench_counts_bytes() -> None:
     size = found["pack_mib"] * 2**20
     assert 0 < size - 1024 * (512 * 2 + 13) - 64 * (2 * 4 + 16 * 8) < 2048  # the header and what aligns fields
     assert found["gb_s"] == pytest.approx(10 * size / found["seconds"] / 1e9, rel=0.1)  # seconds are rounded
+
+
+@pytest.mark.parametrize("arguments", [[], ["specforge=/nowhere"]])
+def test_the_peer_bench_asks_for_specforge(arguments: list[str]) -> None:
+    """CI has no SpecForge to time."""
+    with pytest.raises(UserError, match=r"^specforge is '.*'; it takes the folder of the unpacked SpecForge"):
+        bench_peer(["preset=tiny", *arguments])
 
 
 def bench(*arguments: str, command: list[str]) -> dict[str, Any]:
