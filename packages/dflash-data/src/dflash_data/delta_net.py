@@ -46,11 +46,13 @@ class AllDocuments:
         """Apply the mixer to each document of ``[1, S, width]``."""
         mixer, row = self._mixer, ROW.get()
         documents = {"cu_seqlens": row.starts_N, "cu_seqlens_cpu": row.host_starts_N}
-        mixed, _ = self._convolve(
-            mixer.in_proj_qkv(hidden_states), mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias,
-            activation=mixer.activation, **documents,
-        )  # fmt: skip
-        query, key, value = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        # Each from its own columns, so that all three are contiguous, which the delta rule would make them by copying.
+        widths = [mixer.key_dim, mixer.key_dim, mixer.value_dim]
+        columns = mixer.in_proj_qkv(hidden_states).split(widths, dim=-1)
+        query, key, value = (
+            self._convolve(x, weight, activation=mixer.activation, **documents)[0]  # it has no bias
+            for x, weight in zip(columns, mixer.conv1d.weight.squeeze(1).split(widths), strict=True)
+        )
         out, _ = self._delta_rule(
             query.unflatten(-1, (-1, mixer.head_k_dim)), key.unflatten(-1, (-1, mixer.head_k_dim)),
             value.unflatten(-1, (-1, mixer.head_v_dim)),
