@@ -182,7 +182,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     assert wait_for(lambda: shows(moment), 120), f"never saw {moment!r}: {output.read_text()[-3000:]}"
     began = time.monotonic()
     if cell.do is not None:
-        ranks = {rank: pid for pid, rank in members(folder).items() if rank >= 0}
+        ranks = {rank: pid for pid, rank in sorted(members(folder).items(), reverse=True) if rank >= 0}  # not a child
         if cell.what.endswith("is frozen"):
             os.kill(ranks[3], signal.SIGSTOP)
         cell.do(job.pid if cell.victim == "torchrun" else ranks[int(cell.victim)])
