@@ -132,6 +132,7 @@ class Trainer:
         for index, segment in enumerate(segments):
             follows = index + 1 < len(segments) and segments[index + 1].stream is Stream.HELDOUT
             if segment.stream is Stream.HELDOUT:
+                self._finish_steps()
                 with self.clock.stage("evaluate"):
                     acceptance = self.evaluate(segment)
                 stopped = self.stop.agreed_step is not None
@@ -167,6 +168,7 @@ class Trainer:
                 self.situation.at("training")  # what came before compiled
                 self.stalls = StallWatch(self.situation, self.job.config.channel.timeout_seconds, self._alarm)
         if parts is not None:
+            self._finish_steps()
             with self.clock.stage("log"):
                 self._write_log(segment.step, parts)
         self._finish_save(wait=False)
@@ -243,6 +245,15 @@ class Trainer:
         with self.clock.stage("device"):  # the flag of the step before: the device is still at it, or was too fast
             self._report_skipped(self.finite.add(finite, numbers))
 
+    def _finish_steps(self) -> None:
+        """Wait for the device: what it is still at is training, and not what comes next.
+
+        With log lines four steps apart, a third of a step each, this was 5 to 14 % of the time at 27B sizes.
+        """
+        if self.meshes.device.type == "cuda":
+            with self.clock.stage("device"):
+                torch.cuda.current_stream().synchronize()
+
     def _report_skipped(self, steps: Iterable[range]) -> None:
         for packs in steps:
             if self.log is not None:
@@ -286,6 +297,7 @@ class Trainer:
     def save(self, step: int, acceptance: float | None, *, evaluated: bool) -> None:
         """Begin to write a checkpoint; training goes on when the state is copied."""
         self.situation.at(f"saving step {step}")
+        self._finish_steps()
         with self.clock.stage("save"):
             self._report_skipped(self.finite.settle())
             self._finish_save(wait=True)
