@@ -12,16 +12,18 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dflash_model import UserError
 from dflash_train.cli import parse
 from dflash_train.config import RunConfig, key
-from dflash_train.job import check_job
+from dflash_train.job import Job, check_job
 from dflash_train.metrics import read_jsonl
 from dflash_train.run import leave, run_job
 from dflash_train.situation import Situation
@@ -38,7 +40,42 @@ class PipelineBench(RunConfig):
 
 def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
     """Run, and measure from what the job logged; None on all ranks but the first, and if it was stopped."""
+    rank, began = int(os.environ.get("RANK", "0")), time.time()
     config = parse(PipelineBench, argv, __doc__ or "")
+    job_pid = os.getppid() if "RANK" in os.environ else os.getpid()  # torchrun is every rank's parent
+    folder = Path(tempfile.gettempdir()) / f"dflash-bench-{job_pid}"
+    job = bench_job(config, folder)
+    stop, situation, lines = Stop(), Situation.of(job.split, rank), []
+    stop.listen(situation)
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed bench whose number the system gave out again
+    try:
+        run_job(job, stop, situation)
+        own = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        memory = [own] * dist.get_world_size()
+        if stop.agreed_step is None:
+            dist.all_gather_object(memory, own)
+        leave(stop, situation, config.channel.start_timeout_seconds)
+        if rank == 0:
+            lines = read_jsonl(folder / "run" / "metrics.jsonl")
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if rank or stop.agreed_step is not None:
+        return None
+    return {
+        "bench": "pipeline", "split": job.split.describe(), "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **figures(job, lines[-config.repeats - 1 : -1]), "peak_gib": memory, "first_step_s": lines[0]["time"] - began,
+    }  # fmt: skip
+
+
+def bench_job(config: PipelineBench, folder: Path) -> Job:
+    """The training job; on two ranks or more each counted interval has many more packs than the channel holds.
+
+    Raises:
+        UserError: a setting is missing or out of range.
+    """
     if config.target.config is None:
         raise UserError("target.config is missing; it describes the target (config=tools/configs/qwen3.6-27b.yaml)")
     if config.dry_run:
@@ -47,11 +84,6 @@ def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
         raise UserError(f"log.interval is {config.log.interval}; it must be at least 1")
     if config.warmup < 0 or config.repeats < 1:
         raise UserError(f"warmup is {config.warmup} and repeats {config.repeats}; they take 0 or more, and 1 or more")
-    rank = int(os.environ.get("RANK", "0"))
-    job_pid = os.getppid() if "RANK" in os.environ else os.getpid()  # torchrun is every rank's parent
-    folder = Path(tempfile.gettempdir()) / f"dflash-bench-{job_pid}"
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed bench whose number the system gave out again
     config.run.dir, config.data.path, config.target.path = str(folder / "run"), str(folder / "data"), None
     config.data.synthetic_documents = config.data.synthetic_documents or 512
     config.evaluate.packs = config.checkpoint.interval = config.checkpoint.milestone_interval = 0
@@ -64,33 +96,20 @@ def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
             f"log.interval is {config.log.interval}, {packs} packs of each drafter rank; it must be at least"
             f" {-(-least // job.micro_steps)}: over fewer packs, a queue that fills or drains hides the slower side"
         )
-    stop, situation = Stop(), Situation.of(job.split, rank)
-    stop.listen(situation)
-    try:
-        run_job(job, stop, situation)
-        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-        leave(stop, situation, config.channel.start_timeout_seconds)
-        rows = read_jsonl(folder / "run" / "metrics.jsonl")[-config.repeats - 1 : -1] if rank == 0 else []
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if rank or stop.agreed_step is not None:
-        return None
-    target, drafter = (_median(rows, f"{side}_packs_s") for side in ("target", "drafter"))
-    slower = None if job.split.colocated else min(target, drafter)
-    together, tokens = [row["packs_s"] for row in rows], config.data.seq_len
+    return job
+
+
+def figures(job: Job, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the counted log lines say; a pack counts as ``data.seq_len`` tokens, ``fill`` of which are documents."""
+    tokens, together = job.config.data.seq_len, [row["packs_s"] for row in rows]
+    target, drafter = (statistics.median(row[f"{side}_packs_s"] for row in rows) for side in ("target", "drafter"))
+    median, slower = statistics.median(together), None if job.split.colocated else min(target, drafter)
     return {
-        "bench": "pipeline", "split": job.split.describe(), "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "ktok_s": statistics.median(together) * tokens / 1e3, "min_ktok_s": min(together) * tokens / 1e3,
+        "ktok_s": median * tokens / 1e3, "min_ktok_s": min(together) * tokens / 1e3,
         "max_ktok_s": max(together) * tokens / 1e3, "target_ktok_s": target * tokens / 1e3,
-        "drafter_ktok_s": drafter * tokens / 1e3,
-        "share_of_slower_side": slower and statistics.median(together) / slower,
-        "fill": _median(rows, "tokens_s") / statistics.median(together) / tokens,
-        "wait_share": _median(rows, "wait_share"), "bound": rows[-1]["bound"], "seconds": rows[-1]["seconds"],
-        "gpu_busy": rows[-1]["gpu_busy"], "peak_gib_first_rank": memory,
+        "drafter_ktok_s": drafter * tokens / 1e3, "share_of_slower_side": slower and median / slower,
+        "fill": statistics.median(row["tokens_s"] / row["packs_s"] for row in rows) / tokens,
+        "channel_gb_s": slower and median * job.layout().num_bytes / 1e9,
+        "wait_share": statistics.median(row["wait_share"] for row in rows), "bound": rows[-1]["bound"],
+        "seconds": rows[-1]["seconds"], "gpu_busy": rows[-1]["gpu_busy"],
     }  # fmt: skip
-
-
-def _median(rows: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(row[name] for row in rows)

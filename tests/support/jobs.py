@@ -23,7 +23,7 @@ QWEN3_5 = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
-TIMES = ("packs_s", "tokens_s", "wait_share", "q_pre", "q_hs", "bound", "evidence", "seconds", "gpu_busy")
+TIMES = ("time", "packs_s", "tokens_s", "wait_share", "q_pre", "q_hs", "bound", "evidence", "seconds", "gpu_busy")
 
 
 def settings(folder: Path, model: dict[str, Any], **changes: Any) -> list[str]:

@@ -64,13 +64,13 @@ def start_logging(path: Path) -> None:
 
 
 def short_time(seconds: float) -> str:
-    """``42s``, ``22m``, ``3h10m``, ``1d3h``."""
+    """``42s``, ``22m05s``, ``3h10m``, ``1d3h``."""
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
     if days:
         return f"{days}d{hours % 24}h"
     if hours:
         return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m" if minutes else f"{int(seconds)}s"
+    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes else f"{int(seconds)}s"
 
 
 @dataclass
@@ -172,7 +172,7 @@ class RunLog:
         verdict, rates = judge(accounts), accounts.rates()
         if self.eta_from is None and verdict.name != COMPILING:
             verdict = STARTING
-        record: dict[str, Any] = {"step": step, **values, "tau": self.tau, **rates}
+        record: dict[str, Any] = {"step": step, "time": time.time(), **values, "tau": self.tau, **rates}
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
         record |= {"evidence": verdict.evidence, "mfu": mfu, "memory_gib": memory_gib, "packs": packs}
         record["seconds"] = accounts.seconds() | {f"step_{name}_s": seconds for name, seconds in parts.items()}
