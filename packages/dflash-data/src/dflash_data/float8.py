@@ -28,6 +28,14 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 _compiled_quantize_rows = torch.compile(quantize_rows, dynamic=True, fullgraph=True)
 
 
+def multiply(x_TI: Tensor, weight_OI: Tensor, scale_O1: Tensor, *, fast: bool) -> Tensor:
+    """``x @ weight.T`` in the type of ``x``, whose rows are quantized here; ``fast`` sums in fewer bits."""
+    x8_TI, scale_T1 = (_compiled_quantize_rows if x_TI.is_cuda else quantize_rows)(x_TI)
+    return torch._scaled_mm(
+        x8_TI, weight_OI.t(), scale_a=scale_T1, scale_b=scale_O1.t(), out_dtype=x_TI.dtype, use_fast_accum=fast
+    )
+
+
 class Float8Linear(nn.Module):
     """``x @ weight.T + bias`` with both factors in float8.
 
@@ -48,12 +56,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """In and out ``[..., I]`` and ``[..., O]`` in the type of ``x``."""
-        x_TI = x.reshape(-1, self.in_features)
-        quantize = _compiled_quantize_rows if x.is_cuda else quantize_rows
-        x8_TI, scale_T1 = quantize(x_TI)
-        out_TO = torch._scaled_mm(
-            x8_TI, self.weight.t(), scale_a=scale_T1, scale_b=self.scale.t(), out_dtype=x.dtype, use_fast_accum=True
-        )
+        out_TO = multiply(x.reshape(-1, self.in_features), self.weight, self.scale, fast=True)
         if self.bias is not None:
             out_TO = out_TO + self.bias
         return out_TO.view(*x.shape[:-1], self.out_features)
@@ -87,11 +90,7 @@ class Float8Head:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """``hidden @ head.T``, ``[R, V]``."""
-        quantize = _compiled_quantize_rows if hidden_RD.is_cuda else quantize_rows
-        hidden8_RD, scale_R1 = quantize(hidden_RD)
-        return torch._scaled_mm(
-            hidden8_RD, self._rows.t(), scale_a=scale_R1, scale_b=self._row_scale.t(), out_dtype=hidden_RD.dtype,
-        )  # fmt: skip
+        return multiply(hidden_RD, self._rows, self._row_scale, fast=False)
 
     def back(self, slope_RV: Tensor) -> Tensor:
         """``slope @ head``, ``[R, D]``; the sum over the vocabulary is kept in fp32."""
