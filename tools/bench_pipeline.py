@@ -11,6 +11,7 @@ and target.
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -104,6 +105,13 @@ def figures(job: Job, rows: list[dict[str, Any]]) -> dict[str, Any]:
     tokens, together = job.config.data.seq_len, [row["packs_s"] for row in rows]
     target, drafter = (statistics.median(row[f"{side}_packs_s"] for row in rows) for side in ("target", "drafter"))
     median, slower = statistics.median(together), None if job.split.colocated else min(target, drafter)
+    if slower and median > 1.02 * slower:
+        begun, ended = (sum(rows[at]["q_hs"]) for at in (0, -1))
+        print(
+            f"faster than the slower side: packs that were made before ran out (q_hs {begun:g} to {ended:g}), or a side"
+            " that is held up looks slower than it is; count more, with warmup and repeats",
+            file=sys.stderr,
+        )
     return {
         "ktok_s": median * tokens / 1e3, "min_ktok_s": min(together) * tokens / 1e3,
         "max_ktok_s": max(together) * tokens / 1e3, "target_ktok_s": target * tokens / 1e3,

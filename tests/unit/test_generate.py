@@ -1,5 +1,7 @@
 """Drafting changes the speed, never the text; and the loop really accepts what a good drafter proposes."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, PreTrai
 
 from conftest import Hold
 from dflash_model import DFlash2Config, Drafter, UserError, generate
+from dflash_model.attention import without_cudnn
 from dflash_model.compare import first_divergence
 from dflash_model.config import FULL, SLIDING
 from dflash_model.decoding import AGAIN_BLOCKS, _TextEnd
@@ -220,3 +223,23 @@ def test_moving_rotary_frequencies_are_refused_where_they_move() -> None:
     assert len(generate(drafter, target, [1, 2, 3], max_new_tokens=21).token_ids) == 21  # 3 + 21 + a block of 8: 32
     with pytest.raises(UserError, match=r"rope_type is dynamic; its text can be drafted up to 32 positions"):
         generate(drafter, target, [1, 2, 3], max_new_tokens=22)
+
+
+def test_texts_grow_without_cudnns_attention() -> None:
+    """The flag is the process's: it is off while a call runs, and as it was when the last of overlapping ones ends."""
+    default, seen = torch.backends.cuda.cudnn_sdp_enabled(), []
+    generate(
+        None, tiny_target("qwen3"), [1, 2], max_new_tokens=3,
+        on_tokens=lambda _: seen.append(torch.backends.cuda.cudnn_sdp_enabled()),
+    )  # fmt: skip
+    assert seen == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled() == default
+    for before in (not default, default):
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        with ExitStack() as first:
+            first.enter_context(without_cudnn)
+            second = ExitStack()
+            second.enter_context(without_cudnn)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        second.close()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -50,7 +50,7 @@ class AllDocuments:
         widths = [mixer.key_dim, mixer.key_dim, mixer.value_dim]
         columns = mixer.in_proj_qkv(hidden_states).split(widths, dim=-1)
         query, key, value = (
-            self._convolve(x, weight, activation=mixer.activation, **documents)[0]  # it has no bias
+            self._convolve(x, weight, activation=mixer.activation, **documents)[0]
             for x, weight in zip(columns, mixer.conv1d.weight.squeeze(1).split(widths), strict=True)
         )
         out, _ = self._delta_rule(
@@ -67,6 +67,6 @@ class AllDocuments:
 
 def pack_delta_net(mixer: Any, device: torch.device) -> None:  # noqa: ANN401 - by duck
     """Let a mixer keep documents apart, in the fastest way at hand."""
-    known = all(name in dict(mixer.named_children()) for name in SEPARATE)
+    known = all(name in dict(mixer.named_children()) for name in SEPARATE) and mixer.conv1d.bias is None
     fast = known and device.type == "cuda" and find_spec("fla") is not None
     mixer.forward = (AllDocuments if fast else PerDocument)(mixer)

@@ -1,16 +1,14 @@
 """Attention over [context | block] keys: flex_attention for a BlockMask, SDPA for a dense mask or none."""
 
+from contextlib import ContextDecorator
+from threading import Lock
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Mask = BlockMask | Tensor | None
-
-# For texts that grow. On Hopper and later torch 2.11 would take cuDNN's attention first, which plans every new length
-# anew: SmolLM2-135M with a drafter of five layers on an H200, 99 ms a round, and 34 when all lengths had been met.
-WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Uncompiled flex_attention materialises the scores. Inside a compiled layer this inner compile is simply inlined;
 # it matters only for a layer that runs eagerly.
@@ -34,3 +32,30 @@ def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask) -> Tensor
         assert isinstance(out, Tensor)
         return out
     return F.scaled_dot_product_attention(q_BNQH, k_BMTH, v_BMTH, attn_mask=mask, enable_gqa=True)
+
+
+class WithoutCudnn(ContextDecorator):
+    """Attention keeps off cuDNN inside, for texts that grow; where threads overlap, until the last one has left.
+
+    On Hopper GPUs and later torch 2.11 takes cuDNN first, which makes a plan for each new length. SmolLM2-135M with a
+    drafter of five layers on an H200: 99 ms a round of drafting, 34 ms when all lengths had been met.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+without_cudnn = WithoutCudnn()  # the flag is the process's

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash_model.attention import WITHOUT_PLANS, Mask
+from dflash_model.attention import Mask, without_cudnn
 from dflash_model.cache import DraftCache
 from dflash_model.drafter import Drafter, DraftInputs, draft_candidates, draft_logits, embed_block
 from dflash_model.errors import UserError
@@ -75,7 +74,7 @@ class Generation:
 
 
 @torch.inference_mode()
-@sdpa_kernel(WITHOUT_PLANS)
+@without_cudnn
 def generate(
     drafter: Drafter | None,
     target: PreTrainedModel,
