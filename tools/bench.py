@@ -1,7 +1,12 @@
 """Time a part: python tools/bench.py MODE key=value…
 
-MODE: step, loss, mask (of the drafter), peer (SpecForge's step), target, pipeline (a whole job), channel, decode,
-checkpoint, data, watch.
+step        a training step of the drafter            target      the target's forward up to its last tap
+loss        its head and loss                         pipeline    a whole job, on as many ranks as torchrun starts
+mask        its block-sparse mask                     channel     packs from target ranks to drafter ranks
+peer        SpecForge's own step on the same sizes    decode      drafted decoding against plain
+checkpoint  what saving costs a step                  data        preparing conversations
+watch       what timing and logging cost a step
+
 "tools/bench.py MODE --help" lists the keys of a mode. The last line is one JSON object: medians and spread.
 """
 

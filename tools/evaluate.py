@@ -302,11 +302,11 @@ def main(argv: list[str]) -> int:
     """Evaluate."""
     config = parse(EvaluateConfig, argv, __doc__ or "")
     rows = read_prompts(config)
-    result: dict[str, Any] = {"settings": record(config)}
     if config.server and not config.decode:
         raise UserError("decode is false; with server the server decodes")
     local = bool(config.drafter.path) or not config.server
     bench = Bench(config, *load_pair(config.drafter.path, config.target), rows) if local else None
+    result: dict[str, Any] = {"settings": record(config)}
     if config.server:
         result["server"] = [
             {"concurrency": concurrency, **asdict(report)}

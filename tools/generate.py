@@ -15,6 +15,7 @@ from dflash_data.regenerate import stop_token_ids
 from dflash_data.target import find_target
 from dflash_model import Drafter, Generation, Sampling, UserError, generate, load_drafter
 from dflash_model.compare import Divergence, first_divergence
+from dflash_train.card import trained_template_options
 from dflash_train.cli import parse, run_tool
 from dflash_train.config import TargetSection, key
 from dflash_train.job import dtype_of
@@ -47,11 +48,17 @@ class GenerateConfig:
 def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTrainedModel, PreTrainedTokenizerBase]:
     """Drafter, target and tokenizer on the best device here.
 
+    The options of the chat template that the drafter was trained with join those of ``section``, which come first.
+
     Raises:
         UserError: one is missing, or they do not belong together.
     """
     if not drafter_path:
         raise UserError("drafter.path is not set; it takes a drafter's folder")
+    trained = trained_template_options(Path(drafter_path))
+    section.template_options = trained | section.template_options
+    if section.template_options:
+        print(f"chat template with {section.template_options}; trained with {trained}", file=sys.stderr)
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", dtype_of("target.dtype", section.dtype)
     target = find_target(section.path, None)
     drafter = load_drafter(Path(drafter_path), dtype=dtype, device=device)
@@ -59,7 +66,7 @@ def load_pair(drafter_path: str, section: TargetSection) -> tuple[Drafter, PreTr
     model = (
         AutoModelForCausalLM.from_pretrained(target.location, dtype=dtype, trust_remote_code=False).to(device).eval()
     )
-    return drafter, model, load_tokenizer(section.tokenizer or target.location)
+    return drafter, model, load_tokenizer(section.tokenizer or target.location, section.template_options)
 
 
 def describe(name: str, result: Generation) -> str:
@@ -106,6 +113,8 @@ def main(argv: list[str]) -> int:
     config = parse(GenerateConfig, argv, __doc__ or "")
     if not config.prompt:
         raise UserError('prompt is not set; give it as prompt="…"')
+    if config.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {config.max_new_tokens}; it must be at least 1")
     sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
     drafter, target, tokenizer = load_pair(config.drafter.path, config.target)
     turn = [{"role": "user", "content": config.prompt}]

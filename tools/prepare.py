@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"data.heldout_ratio is {data.heldout_ratio}; it must be at least 0 and less than 1")
     if data.prepare_workers < 0 or config.inspect < 0:
         raise UserError(f"data.prepare_workers is {data.prepare_workers}, inspect {config.inspect}; both are 0 or more")
-    out, tokenizer = Path(data.path).expanduser(), load_tokenizer(source)
+    out = Path(data.path).expanduser()
+    tokenizer = load_tokenizer(source, config.target.template_options)
     recipe = Recipe(
         max_length=data.seq_len, heldout_ratio=data.heldout_ratio, options=config.target.template_options,
         too_long=data.too_long, turns=data.turns, reasoning=data.train_on_reasoning, max_bad_rows=data.max_bad_rows,

@@ -139,7 +139,8 @@ def by_model(config: RegenerateConfig, decoding: Decoding) -> Writer:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         use_grouped_attention(model)
-        local = LocalTarget(model, load_tokenizer(name or folder), config.target.template_options)
+        options = config.target.template_options
+        local = LocalTarget(model, load_tokenizer(name or folder, options), options)
         yield from local.answer_all(chain([first], prompts), decoding, config.batch_tokens)
 
     return Writer(target.name, {"target": str(folder), "tokenizer": name, "dtype": config.target.dtype}, answer)

@@ -22,10 +22,15 @@ DEMO = str(Path(__file__).parent / "configs" / "demo.yaml")
 def main(argv: list[str]) -> int:
     """Check everything that can be checked alone, then meet the other ranks and train."""
     config = parse(RunConfig, argv, __doc__ or "", default_config=DEMO)
+    ranks = os.environ.get("WORLD_SIZE")
     if config.dry_run:
-        print(report(check_job(config, None)))
+        plan, too_much = report(check_job(config, int(ranks) if ranks else None))
+        if os.environ.get("RANK", "0") == "0":
+            print(plan)
+            if too_much:
+                raise UserError("; ".join(too_much))
         return 0
-    job = check_job(config, int(os.environ.get("WORLD_SIZE", "1")))
+    job = check_job(config, int(ranks or "1"))
     stop, situation = Stop(), Situation.of(job.split, int(os.environ.get("RANK", "0")))
     stop.listen(situation)
     try:

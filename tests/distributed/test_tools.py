@@ -103,7 +103,8 @@ def draft(drafter: Drafter, target: PreTrainedModel, text: list[int]) -> list[in
 
 def test_dry_run_of_the_reference_machine() -> None:
     """Figures of the published models; the whole plan is made from shapes."""
-    text = report(check_job(parse(RunConfig, [f"config={CONFIGS / 'qwen3.6-27b.yaml'}"], ""), None))
+    text, too_much = report(check_job(parse(RunConfig, [f"config={CONFIGS / 'qwen3.6-27b.yaml'}"], ""), None))
+    assert not too_much
     assert "26.896 B parameters, 64 layers; built up to tap 61: 24.869 B" in text
     assert "1.730 B parameters, 5 layers, block 16, taps [1, 16, 31, 46, 61]" in text
     assert "8: 5 target + 3 drafter ranks" in text
@@ -114,7 +115,7 @@ def test_dry_run_of_the_reference_machine() -> None:
 def test_dry_run_of_a_dflash2_drafter() -> None:
     """What is new at 27B: two convolutions in five layers, two codebooks, one projection; 3 % more arithmetic."""
     argv = [f"config={CONFIGS / 'qwen3.6-27b.yaml'}", "drafter.kind=dflash2"]
-    text = report(check_job(parse(RunConfig, argv, ""), None))
+    text, _ = report(check_job(parse(RunConfig, argv, ""), None))
     assert "1.924 B parameters, 5 layers, block 16" in text
     assert "DFlash2: convolutions 65.7 M, codebooks 127.1 M, their projection 1.3 M of these parameters" in text
     slots = 512 * 16
@@ -124,10 +125,21 @@ def test_dry_run_of_a_dflash2_drafter() -> None:
 
 def test_dry_run_refuses_what_cannot_fit() -> None:
     argv = [f"config={CONFIGS / 'qwen3.6-27b.yaml'}", "mesh.memory_gib=24"]
-    with pytest.raises(
-        UserError, match=r"mesh.memory_gib is 24; a target rank would need .* GiB: use more target ranks"
-    ):
-        report(check_job(parse(RunConfig, argv, ""), None))
+    text, too_much = report(check_job(parse(RunConfig, argv, ""), None))
+    target, drafter = too_much
+    assert target.startswith("mesh.memory_gib is 24; a target rank would need 56.")
+    assert "GiB: use target.reshard_after_forward=true" in target
+    assert "a drafter rank would need" in drafter
+    assert "fits" not in text
+
+
+def test_dry_run_plans_for_torchruns_ranks() -> None:
+    """14 bytes a parameter in a checkpoint: fp32 weights and moments, and the drafter in bf16."""
+    argv = [f"config={CONFIGS / 'qwen3-8b.yaml'}", "mesh.target=null", "mesh.drafter=null", "dry_run=true"]
+    text, too_much = report(check_job(parse(RunConfig, argv, ""), 8))
+    assert "ranks        8: 5 target + 3 drafter ranks" in text
+    assert not too_much
+    assert f"a checkpoint {1.048626432e9 * 14 / 2**30:.1f} GiB in run.dir" in text
 
 
 def test_importing_is_light() -> None:

@@ -20,6 +20,7 @@ from dflash_model.config import FULL, SLIDING
 from dflash_model.taps import context_features
 from dflash_train.acceptance import Acceptance
 from dflash_train.card import Origin, model_card
+from dflash_train.config import TargetSection
 from dflash_train.evaluate import evaluate_text
 from support.stub_server import StubServer
 from support.tiny import DENSE, tiny_config, tiny_drafter
@@ -185,7 +186,7 @@ def test_export_of_a_bare_drafter_is_bit_equal(world: Path, tmp_path: Path) -> N
     assert '"num_speculative_tokens": 7' in card
     assert 'base_model: "acme/tiny"' in card
     assert "0, 2, 4 (0-based" in card
-    assert card.count("unknown (exported from a bare drafter") == 3
+    assert card.count("unknown (exported from a bare drafter") == 4
 
 
 def test_a_checkpoints_card_tells_its_run(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_a_checkpoints_card_tells_its_run(tmp_path: Path) -> None:
     config = tiny_config()
     save_drafter(tiny_drafter(config).state_dict(), config, step / "dflash")
     facts = {
-        "target": "acme/tiny",
+        "target": "acme/tiny", "template_options": {"enable_thinking": False}, "epoch_steps": 8.0,
         "data": {"sources": ["chat.jsonl"], "rows": 20, "tokens": 900, "supervised_tokens": 500, "longest": 77,
                  "generated_by": {"tiny": 20}},
     }  # fmt: skip
@@ -209,12 +210,28 @@ def test_a_checkpoints_card_tells_its_run(tmp_path: Path) -> None:
         "2.500 (95 % interval over prompts 2.400 to 2.600) pooled over rounds, 2.250 mean of 9 prompts (replay" in card
     )
     assert (
-        "40 of 50 steps of 3 rows of 128 tokens (15360 in all, packed: 17.1 epochs), conversations up to 77 tokens"
+        "40 of 50 steps of 3 rows of 128 tokens (15360 in all, padding included: 5.00 epochs), conversations up to 77"
         in card
     )
+    assert 'chat template | rendered with `{"enable_thinking": false}`; ask servers for it too' in card
     assert "2 full, bidirectional in the block" in card
     said = "20 conversations, 900 tokens, 500 of them supervised; responses (held-out ones too) written by: tiny (20)"
     assert f"chat.jsonl: {said}" in card
+
+
+def test_text_is_rendered_as_the_drafter_was_trained(world: Path, tmp_path: Path) -> None:
+    """The checkpoint remembers the options of the chat template; one that a template does not know is refused."""
+    config, step = tiny_config(vocab_size=347), tmp_path / "step-40"
+    save_drafter(tiny_drafter(config).state_dict(), config, step / "dflash")
+    facts = {"step": 40, "facts": {"template_options": {"shout": True}}}
+    (step / "manifest.json").write_text(json.dumps(facts))
+    arguments = [f"target.path={world / 'target'}", f"drafter.path={step / 'dflash'}", "prompt=a"]
+    with pytest.raises(UserError, match=r"target.template_options has shout; the chat template at .* has no such word"):
+        generate_tool.main(arguments)
+    section = TargetSection(path=str(world / "target"), template_options={"whisper": 1, "shout": False})
+    with pytest.raises(UserError, match=r"target.template_options has"):
+        generate_tool.load_pair(str(step / "dflash"), section)
+    assert section.template_options == {"shout": False, "whisper": 1}, "what the user says comes first"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The target's tokenizer and chat template."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -10,17 +11,25 @@ from dflash_data.conversation import Message
 from dflash_model.errors import UserError
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path, options: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
     """A tokenizer by folder or hub name; code that lies beside it is not run.
 
+    Args:
+        source: where it is.
+        options: for its chat template.
+
     Raises:
-        UserError: there is none.
+        UserError: there is none, or its template does not know an option.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"no tokenizer at {source}: {str(error).splitlines()[0]}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
+    for name in options or {}:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UserError(f"target.template_options has {name}; the chat template at {source} has no such word in it")
     return tokenizer
 
 

@@ -30,6 +30,7 @@ its text stays what it was. It works with this target only, and has no embedding
 | block | {block_size} tokens, the anchor included; mask token {mask_token_id} |
 | layers | {layers} |
 | data | {data} |
+| chat template | {options} |
 | trained | {trained} |
 | held-out acceptance length | {acceptance} |
 
@@ -141,6 +142,7 @@ def model_card(config: DrafterConfig, origin: Origin, folder: str, target: str |
         mask_token_id=config.mask_token_id,
         layers=_layers(config),
         data=_data(facts),
+        options=_options(facts),
         trained=_trained(origin.manifest, facts),
         acceptance=_acceptance(origin.evaluation) if facts else UNKNOWN,
         note=(DFLASH2_NOTE if config.dflash2 else "") + (HYBRID_NOTE if mixed else ""),
@@ -173,15 +175,32 @@ def _data(facts: dict[str, Any]) -> str:
     )
 
 
+def _options(facts: dict[str, Any]) -> str:
+    if "template_options" not in facts:
+        return "not recorded" if facts else UNKNOWN
+    options = json.dumps(facts["template_options"])
+    return (
+        f"rendered with `{options}`; ask servers for it too, as `chat_template_kwargs`" if options != "{}" else "as is"
+    )
+
+
+def trained_template_options(drafter: Path) -> dict[str, Any]:
+    """What the chat template got where a drafter in a checkpoint was trained; nothing where that is not known."""
+    manifest = drafter.expanduser().parent / MANIFEST
+    if drafter.name != "dflash" or not manifest.is_file():
+        return {}
+    return Origin.find(drafter.expanduser()).manifest.get("facts", {}).get("template_options", {})
+
+
 def _trained(manifest: dict[str, Any], facts: dict[str, Any]) -> str:
     if not facts:
         return UNKNOWN
     tokens = manifest["step"] * manifest["trainer.packs_per_step"] * manifest["data.seq_len"]
-    epochs = tokens / max(facts["data"]["tokens"], 1)
+    epochs = f": {manifest['step'] / facts['epoch_steps']:.2f} epochs" if "epoch_steps" in facts else ""
     began = f", starting from {facts['init_from']}" if facts.get("init_from") else ""
     return (
         f"{manifest['step']} of {manifest['trainer.steps']} steps of {manifest['trainer.packs_per_step']} rows of"
-        f" {manifest['data.seq_len']} tokens ({tokens} in all, packed: {epochs:.1f} epochs), conversations up to"
+        f" {manifest['data.seq_len']} tokens ({tokens} in all, padding included{epochs}), conversations up to"
         f" {facts['data']['longest']}"
         f" tokens, {manifest['data.anchors_per_pack']} anchors a row{began}"
     )

@@ -37,7 +37,7 @@ def origin(job: Job) -> str:
     return ""
 
 
-def facts_for_card(job: Job) -> dict[str, Any]:
+def facts_for_card(job: Job, epoch_steps: float) -> dict[str, Any]:
     """What an exported drafter's model card tells beside the run's identity; file names only, no machine's paths."""
     data, named = job.open_data(), job.config.target.path
     hub_name = named is not None and not Path(named).expanduser().exists()
@@ -45,6 +45,8 @@ def facts_for_card(job: Job) -> dict[str, Any]:
     return {
         "target": named if hub_name else job.target.name,
         "init_from": _origin_on_card(job.config.drafter),
+        "template_options": ledger.settings.get("recipe", {}).get("options", {}),
+        "epoch_steps": epoch_steps,
         "data": {
             "sources": [
                 Path(path).name for path, _, _, heldout, *_ in ledger.settings.get("sources", []) if not heldout

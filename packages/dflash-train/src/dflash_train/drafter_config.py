@@ -40,7 +40,12 @@ def drafter_config(section: DrafterSection, target: TargetModel, tokenizer: str 
     num_taps = _or(section.num_taps, num_layers)
     if num_taps < 1:
         raise UserError(f"drafter.num_taps is {num_taps}; it must be at least 1")
-    taps = _or(section.target_layer_ids, list(default_target_layer_ids(goal.num_hidden_layers, num_taps)))
+    rule = list(default_target_layer_ids(goal.num_hidden_layers, num_taps))
+    if section.target_layer_ids is None and len(set(rule)) < num_taps:
+        raise UserError(
+            f"drafter.num_taps is {num_taps}; the target's {goal.num_hidden_layers} layers are too few for so many"
+        )
+    taps = _or(section.target_layer_ids, rule)
     own_head_dim = getattr(goal, "head_dim", None) or goal.hidden_size // goal.num_attention_heads
     added = _added_parts(section)
     tokenizer_folder = Path(tokenizer).expanduser() if tokenizer else target.folder

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflash_data.float8 import use_float8
-from dflash_model import Drafter, UserError
+from dflash_model import Drafter
 from dflash_model.taps import decoder_layers, decoder_of
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
@@ -102,12 +102,8 @@ def drafter_share(job: Job, num_parameters: int) -> Share:
     return Share(device, host=0.0 if job.split.colocated else config.channel.depth * message)
 
 
-def report(job: Job) -> str:
-    """The plan of a job as text.
-
-    Raises:
-        UserError: a rank would not fit on its device.
-    """
+def report(job: Job) -> tuple[str, list[str]]:
+    """The plan of a job as text, and what would not fit on a device, in sentences."""
     config, split = job.config, job.split
     model = job.target.build_meta(DTYPES[config.target.dtype])
     total = count(model)
@@ -138,11 +134,19 @@ def report(job: Job) -> str:
         lines.append(f"rank {rank:<8}{' and '.join(roles)}: {held / GIB:.1f} GiB")
     lines += [f"a {name} rank  {share.line()}" for name, share in shares]
     if config.mesh.target is None and config.mesh.drafter is None:
-        lines.append("             (for another split, set mesh.target and mesh.drafter)")
+        lines.append("             (for other ranks, set mesh.target and mesh.drafter)")
     lines.append("             (activations are a plan from shapes, without allocator overhead)")
+    copy = drafter * 4 * 3 / GIB
+    lines.append(
+        f"a checkpoint {copy + drafter * 2 / GIB:.1f} GiB in run.dir; while it is written, its drafter rank"
+        f" holds {copy / split.num_drafters:.1f} GiB of host memory more"
+    )
     lines += _work(job)
-    lines += _check_fit(job, shares)
-    return "\n".join(lines)
+    limit = _limit(job)
+    too_much = _too_much(job, shares, limit) if limit else []
+    if limit and not too_much:
+        lines.append(f"fits         in {limit:g} GiB a device")
+    return "\n".join(lines), too_much
 
 
 def _added(drafter: Drafter) -> list[str]:
@@ -186,20 +190,26 @@ def _work(job: Job) -> list[str]:
     return lines
 
 
-def _check_fit(job: Job, shares: list[tuple[str, Share]]) -> list[str]:
-    limit = job.config.mesh.memory_gib
-    if limit is None and torch.cuda.is_available():
-        limit = torch.cuda.get_device_properties(0).total_memory / GIB
-    if limit is None:
-        return []
+def _limit(job: Job) -> float | None:
+    """GiB of a device: what is set, or of the one here."""
+    if job.config.mesh.memory_gib is None and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / GIB
+    return job.config.mesh.memory_gib
+
+
+def _too_much(job: Job, shares: list[tuple[str, Share]], limit: float) -> list[str]:
+    config = job.config
+    whole = job.split.num_targets > 1 and not config.target.reshard_after_forward
     advice = {
-        "target": "more target ranks (mesh.target), target.reshard_after_forward=true, or a smaller data.seq_len",
-        "drafter": "more drafter ranks (mesh.drafter), fewer data.anchors_per_pack, or a smaller loss.chunk_rows",
+        "target": "target.reshard_after_forward=true" if whole else "more target ranks (mesh.target)",
+        "drafter": "more drafter ranks (mesh.drafter), fewer data.anchors_per_pack",
     }
-    held = [("target and drafter", sum(share.total for _, share in shares), " ".join(advice.values()))]
-    if not job.split.colocated:
-        held = [(name, share.total, advice[name]) for name, share in shares]
-    for name, size, what in held:
-        if size / GIB > limit:
-            raise UserError(f"mesh.memory_gib is {limit:g}; a {name} rank would need {size / GIB:.1f} GiB: use {what}")
-    return [f"fits         in {limit:g} GiB a device"]
+    held = [(f"a {name} rank", share.total, advice[name]) for name, share in shares]
+    if job.split.colocated:
+        both = sum(share.total for _, share in shares)
+        held = [("a rank with both roles", both, "more ranks, or ranks of its own for each role (mesh.*)")]
+    return [
+        f"mesh.memory_gib is {limit:g}; {who} would need {size / GIB:.1f} GiB: use {what}, or a smaller data.seq_len"
+        for who, size, what in held
+        if size / GIB > limit
+    ]

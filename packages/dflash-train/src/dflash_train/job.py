@@ -153,7 +153,7 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
 
     Args:
         config: the settings.
-        world_size: ranks of the running job; None for a dry run.
+        world_size: ranks of the running job; None for those that ``mesh.*`` names, which is a dry run.
 
     Raises:
         UserError: one sentence with the key, the value and what is allowed.
@@ -162,8 +162,8 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
     _check_numbers(config)
     _check_choices(config)
     _check_packs_per_step(config, split)
-    described = config.target.config is not None
-    path = None if world_size is None and described else config.target.path  # a dry run needs no checkpoint
+    described, dry = config.target.config is not None, config.dry_run or world_size is None
+    path = None if dry and described else config.target.path  # a dry run needs no checkpoint
     target = find_target(path, config.target.config)
     drafter = drafter_config(config.drafter, target, config.target.tokenizer)
     if (config.data.anchors_per_pack * drafter.block_size) % TILE:
@@ -192,7 +192,7 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
     if config.drafter.init_from_target:
         _check_borrowing(config, target, drafter)
     job = Job(config, split, target, drafter)
-    if world_size is not None and not config.data.synthetic_documents:
+    if not dry and not config.data.synthetic_documents:
         job.open_data()
     return job
 
@@ -235,6 +235,8 @@ def _check_numbers(config: RunConfig) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
+    if config.trainer.expected_ktok_s is not None and not config.trainer.expected_ktok_s > 0:
+        raise UserError(f"trainer.expected_ktok_s is {config.trainer.expected_ktok_s:g}; it must be more than 0")
     for name, value in (
         ("run.seed", config.run.seed),
         ("evaluate.packs", config.evaluate.packs),

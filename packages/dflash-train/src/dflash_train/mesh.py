@@ -73,8 +73,8 @@ def make_split(section: MeshSection, world_size: int | None) -> Split:
         for name, value in (("mesh.target", section.target), ("mesh.drafter", section.drafter)):
             if value not in (None, world_size):
                 raise UserError(
-                    f"{name} is {value}; with mesh.colocated=true every one of the {world_size} ranks holds both,"
-                    " so leave it out"
+                    f"{name} is {value}; with mesh.colocated=true every one of the {world_size} ranks holds both:"
+                    " leave it out, or set it to null where a config file has it"
                 )
         return Split(world_size, world_size, colocated=True)
     if unset:

@@ -142,16 +142,16 @@ class RunLog:
         )
         self.board.add_custom_scalars(LAYOUT)
         self.began = time.monotonic()
-        self.tau = self._last_tau()
+        self.tau, self.tau_step = self._last_tau()
         self.eta_from: tuple[int, float] | None = None
         self.speed, self.told, self.verdicts = SpeedWatch(expected_tokens_s), "", 0
         self.unwritable: set[str] = set()
         self.last_step = start_step
         self._text("run", description, start_step)
 
-    def _last_tau(self) -> float | None:
+    def _last_tau(self) -> tuple[float | None, int]:
         rows = read_jsonl(self.folder / EVALUATIONS)
-        return rows[-1]["pooled"] if rows else None
+        return (rows[-1]["pooled"], rows[-1]["step"]) if rows else (None, 0)
 
     def step(
         self, step: int, values: dict[str, float], accounts: Accounts, *, parts: dict[str, float],
@@ -234,7 +234,7 @@ class RunLog:
             self.eta_from = (step, now)  # the first interval is warm-up
         done, since = step - self.eta_from[0], now - self.eta_from[1]
         eta = short_time(since / done * (self.num_steps - step)) if done else "?"
-        tau = f" tau {self.tau:.2f}" if self.tau is not None else ""
+        tau = f" tau {self.tau:.2f}@{self.tau_step}" if self.tau is not None else ""
         noise = f" noise {values['context_noise']:.2g}" if "context_noise" in values else ""
         queues = f"q_pre {_ints(accounts.q_pre())} q_hs {_ints(accounts.drafter('q_hs').tolist())}"
         return (
@@ -257,7 +257,7 @@ class RunLog:
         }
         with self._never_in_the_way(EVALUATIONS):
             append(self.folder / EVALUATIONS, record)
-        self.tau = result.pooled
+        self.tau, self.tau_step = result.pooled, step
         with self._never_in_the_way("tensorboard"):
             for tag in ("pooled", "mean", "low", "high"):
                 self.board.add_scalar(f"Acceptance/{tag}", record[tag], step)

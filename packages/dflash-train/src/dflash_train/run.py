@@ -286,7 +286,7 @@ def _train(
     assert checkpoint_group is not None
     retention = Retention(job.config.checkpoint.keep, job.config.checkpoint.milestone_interval)
     checkpointer = Checkpointer(
-        job.run_dir / "checkpoints", checkpoint_group, retention, identity, facts_for_card(job)
+        job.run_dir / "checkpoints", checkpoint_group, retention, identity, facts_for_card(job, course.epoch_steps)
     )  # fmt: skip
     situation.at("building the drafter")
     trainer = Trainer(

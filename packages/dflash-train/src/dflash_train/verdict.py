@@ -203,10 +203,11 @@ def _slow_drafters(seen: Accounts) -> Verdict:
         return Verdict("host-bound", told, LAUNCH_ADVICE)
     each = seen.split.num_drafters / max(seen.drafter_packs_s, 1e-9)
     target = seen.split.num_targets / max(seen.target_packs_s, 1e-9)
+    before = "; it lives on packs that were there before" if seen.target_packs_s < seen.drafter_packs_s else ""
     return Verdict(
         "drafter-bound",
         f"a drafter rank takes {each:.3g} s a pack, a target rank {target:.3g} s (in all {seen.drafter_packs_s:.3g} and"
-        f" {seen.target_packs_s:.3g} packs/s)",
+        f" {seen.target_packs_s:.3g} packs/s){before}",
         _better(seen),
     )
 
