@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
         run_job(job, stop, situation)
         leave(stop, situation, config.channel.start_timeout_seconds)
     except UserError:
+        stop.refuse()
         raise
     except (ChannelError, CheckpointError, SkippedStepsError) as error:
         situation.last_words(str(error))

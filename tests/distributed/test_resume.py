@@ -228,9 +228,10 @@ def test_a_setting_younger_than_the_checkpoint_had_its_default(straight: Path) -
     manifest = read_manifest(checkpoints, step)
     del manifest["loss.kind"], manifest["loss.weighting"]
     write_manifest(checkpoints / f"step-{step}", manifest)
-    argv = settings(folder, QWEN3, **SPARSE | {"loss.weighting": "dpace"})
-    told = "run.dir holds a run with loss.weighting = decay, this one has dpace"
-    assert told in run_ranks(outcome(argv, UserError), 1, folder)[0]
+    argv = settings(folder, QWEN3, **SPARSE | {"loss.weighting": "dpace", "optimizer.beta1": 0.5})
+    sentence = run_ranks(outcome(argv, UserError), 1, folder)[0]
+    assert "run.dir holds a run with loss.weighting = decay, this one has dpace; with optimizer.beta1 = 0.9" in sentence
+    assert "allow it with resume.allow=[loss.weighting,optimizer.beta1]" in sentence, "all that differs at once"
     rows = run(folder, 1, QWEN3, **SPARSE)
     assert rows[-1]["step"] == STEPS
 

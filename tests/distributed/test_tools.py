@@ -69,6 +69,9 @@ def test_a_dflash_drafter_becomes_a_dflash2_one(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 < row["selector_loss"] < math.log(16) + 0.1 and 0 < row["selector_missed"] < 1 for row in rows)
+    refused = torchrun(2, *shared, f"run.dir={tmp_path / 'a'}", "optimizer.beta1=0.5").stderr
+    assert "error: run.dir holds a run with optimizer.beta1 = 0.9, this one has 0.5;" in refused
+    assert refused.count("error: ") == 1, "the other rank leaves without a word"
     out = tmp_path / "b-dflash"
     assert export.main([f"checkpoint.path={tmp_path / 'b' / 'checkpoints' / 'step-3'}", f"export.path={out}"]) == 0
     assert "# DFlash2 drafter for" in (out / "README.md").read_text()

@@ -37,20 +37,23 @@ def find_position(folder: Path, identity: dict[str, Any], allow: list[str]) -> t
         return Position(), []
     manifest = read_manifest(folder, steps[-1])
     defaults = {name: default for name, default, _ in flat_keys(RunConfig)}
-    changes = []
+    changes, refused = [], {}
     for name, value in identity.items():
         # A key that is younger than the checkpoint: until there was one, its default was what happened.
         before = manifest[name] if name in manifest else defaults.get(name)
         if before == value:
             continue
         if name not in allow:
-            way_out = f"allow it with resume.allow=[{name}], " if name != SHAPE else ""
             then, now = _differing(before or {}, value) if name == SHAPE else (before, value)
-            raise UserError(
-                f"run.dir holds a run with {name} = {then}, this one has {now}; resuming would change"
-                f" the run: restore the setting, {way_out}or choose another run.dir"
-            )
+            refused[name] = f"{name} = {then}, this one has {now}"
+            continue
         changes.append(f"{name} was {before} up to step {steps[-1]}, now {value}")
+    if refused:
+        way_out = f"allow it with resume.allow=[{','.join(refused)}], " if SHAPE not in refused else ""
+        raise UserError(
+            f"run.dir holds a run with {'; with '.join(refused.values())}; resuming would change the run:"
+            f" restore what differs, {way_out}or choose another run.dir"
+        )
     return Position.of(manifest), changes
 
 

@@ -25,7 +25,7 @@ from dflash_train.situation import Situation
 
 GRACE_SECONDS = 25.0  # torchrun kills 30 s after the signal
 ECHO_SECONDS = 2.0  # on Ctrl-C the terminal signals every process, and torchrun passes its own on
-ASKED, ENDED = "dflash-stop-asked", "dflash-stop-ended"
+ASKED, ENDED, REFUSED = "dflash-stop-asked", "dflash-stop-ended", "dflash-refused"
 
 
 class Stop:
@@ -43,6 +43,11 @@ class Stop:
         if not self._asked.is_set():
             self.reason = reason
             self._asked.set()
+
+    def refuse(self) -> None:
+        """Let ranks that have not met a wrong setting yet leave without a word: the one that has tells."""
+        if dist.is_initialized():
+            _get_default_store().set(REFUSED, "1")
 
     # Called by the main thread -------------------------------------------------------------------------------------
 
@@ -104,7 +109,8 @@ class Stop:
         if self.over:
             return
         if self.agreed_step is None and situation.missing():
-            situation.last_words(f"{name}, and the job is not complete any more")
+            if not (dist.is_initialized() and _get_default_store().check([REFUSED])):
+                situation.last_words(f"{name}, and the job is not complete any more")
             os._exit(1)
         self.ask(f"{name} on {situation.role} {situation.rank}")
         reader.settimeout(0.2)
