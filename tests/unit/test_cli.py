@@ -55,6 +55,7 @@ def test_lists_and_nested_dicts(tmp_path: Path) -> None:
         (["trainer.steps=many"], r"^trainer\.steps: Value 'many' .* Integer"),
         (["trainer.steps=1.5"], r"^trainer\.steps: Value '1\.5' .* Integer"),
         ([STEPS, "dry_run"], r"^'dry_run' is not key=value"),
+        ([STEPS, "trainer.lr=1"], r"^trainer.lr \(command line\) is not a key; the nearest is optimizer.lr"),
         ([STEPS, "config=gone.yaml"], r"^config is gone\.yaml; there is no such file"),
         ([STEPS, "data=x"], r"^data \(command line\) is not a key"),
         ([STEPS, "data.sources=[a"], r"data\.sources"),

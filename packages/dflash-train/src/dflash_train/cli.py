@@ -102,11 +102,17 @@ def _read_yaml(file: str) -> DictConfig:
 def _merge(base: DictConfig, change: DictConfig | ListConfig, known: list[str], origin: str) -> DictConfig:
     for name in _leaves(change):
         if not any(name == k or name.startswith(k + ".") for k in known):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise UserError(f"{name} ({origin}) is not a key; the nearest is {near[0]} (--help lists all)")
+            raise UserError(f"{name} ({origin}) is not a key{_nearest(name, known)} (--help lists all)")
     merged = OmegaConf.merge(base, change)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """A key of the same name in another section, or one that is spelled alike."""
+    same = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - OmegaConf nodes
@@ -143,6 +149,10 @@ def run_tool(main: Callable[[list[str]], int]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     except UserError as error:
         # All ranks of a job meet a wrong setting at once; the others leave the sentence to rank 0, unless it has not
         # met the error. torchrun stops them as soon as rank 0 has left.
