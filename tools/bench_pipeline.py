@@ -46,7 +46,7 @@ def bench_pipeline(argv: list[str]) -> dict[str, Any] | None:
     job_pid = os.getppid() if "RANK" in os.environ else os.getpid()  # torchrun is every rank's parent
     folder = Path(tempfile.gettempdir()) / f"dflash-bench-{job_pid}"
     job = bench_job(config, folder)
-    stop, situation, lines = Stop(), Situation.of(job.split, rank), []
+    stop, situation, lines = Stop(saves=False), Situation.of(job.split, rank), []
     stop.listen(situation)
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed bench whose number the system gave out again

@@ -57,13 +57,15 @@ def start_like(straight: Path, name: str) -> Path:
     return folder
 
 
-def run_and_stop(folder: Path, ranks: int, asked: int, when: Callable[[Situation], bool], **changes: Any) -> list[Any]:
+def run_and_stop(
+    folder: Path, ranks: int, asked: int, when: Callable[[Situation], bool], *, saves: bool = True, **changes: Any
+) -> list[Any]:
     """Start a job and ask one rank to stop as soon as something is true of it; the steps behind which ranks left."""
     argv = settings(folder, QWEN3, **changes)
 
     def work(rank: int) -> int | None:
         job = check_job(parse(RunConfig, argv, ""), dist.get_world_size())
-        stop, situation = Stop(), Situation.of(job.split, rank)
+        stop, situation = Stop(saves=saves), Situation.of(job.split, rank)
 
         def watch() -> None:
             while not when(situation):
@@ -218,6 +220,14 @@ def test_a_changed_setting_is_refused_unless_it_is_allowed(straight: Path) -> No
     ]
     decays = {value for name, value in state_of(folder, 9).items() if name.endswith(".weight_decay")}
     assert decays == {0.0, 0.25}, "the loaded state does not put the old one back"
+
+
+def test_a_stopped_bench_saves_nothing(straight: Path) -> None:
+    folder = start_like(straight, "bench")
+    left = run_and_stop(folder, 2, 1, MOMENTS["in a step"], saves=False, **SPARSE | {"checkpoint.interval": 0})
+    assert left in ([5, 5], [6, 6])
+    assert not list_checkpoints(folder / "run" / "checkpoints")
+    assert "(the test), nothing is saved" in (folder / "run" / "log.txt").read_text()
 
 
 def test_a_setting_younger_than_the_checkpoint_had_its_default(straight: Path) -> None:

@@ -270,7 +270,7 @@ def _train(
         )
         if not course.heldout_chunks:
             logger.info("no held-out rows, or evaluate.packs is 0: evaluation is off")
-        if not job.config.checkpoint.interval:
+        if not job.config.checkpoint.interval and stop.saves:
             logger.info("checkpoint.interval is 0: nothing is saved unless the run is stopped")
         start = "starting" + origin(job)
         begin = f"resuming at step {course.position.step}" if course.position.step else start
@@ -306,7 +306,8 @@ def _train(
         log.close()
     else:
         kept = f"saved as step-{stop.agreed_step}" if stop.agreed_step else "nothing trained yet"
-        logger.info(f"stopped behind step {stop.agreed_step} ({stop.reason}), {kept}. To go on: {same_command()}")
+        told = f", {kept}. To go on: {same_command()}" if stop.saves else ", nothing is saved"
+        logger.info(f"stopped behind step {stop.agreed_step} ({stop.reason}){told}")
 
 
 def leave(stop: Stop, situation: Situation, limit: float) -> None:

@@ -29,9 +29,14 @@ ASKED, ENDED, REFUSED = "dflash-stop-asked", "dflash-stop-ended", "dflash-refuse
 
 
 class Stop:
-    """One rank's part in the agreement. Without ``listen`` it only reacts to ``ask``."""
+    """One rank's part in the agreement. Without ``listen`` it only reacts to ``ask``.
 
-    def __init__(self) -> None:
+    Attributes:
+        saves: whether what is stopped is saved; a bench's drafter has learnt nothing.
+    """
+
+    def __init__(self, *, saves: bool = True) -> None:
+        self.saves = saves
         self._asked = threading.Event()
         self._told = False
         self.reason = "stop asked for"

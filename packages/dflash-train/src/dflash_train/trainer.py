@@ -143,7 +143,7 @@ class Trainer:
                     stopped = self.stop.drafters_agree(self.meshes.control, segment.step)
                 acceptance, evaluated = None, not follows
             due = self._is_due(segment.step, self.job.config.checkpoint.interval) and not follows
-            if segment.step and (due or stopped):
+            if segment.step and (due or (stopped and self.stop.saves)):
                 self.save(segment.step, acceptance, evaluated=evaluated)
             if stopped:
                 break
