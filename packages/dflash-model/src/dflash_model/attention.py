@@ -37,8 +37,8 @@ def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask) -> Tensor
 class WithoutCudnn(ContextDecorator):
     """Attention keeps off cuDNN inside, for texts that grow; where threads overlap, until the last one has left.
 
-    On Hopper GPUs and later torch 2.11 takes cuDNN first, which makes a plan for each new length. SmolLM2-135M with a
-    drafter of five layers on an H200: 99 ms a round of drafting, 34 ms when all lengths had been met.
+    On Hopper GPUs and later torch 2.11 takes cuDNN first, which makes a plan for each new length: probably why, with
+    SmolLM2-135M and a drafter of five layers on an H200, a round took 99 ms, and 34 when all lengths had been met.
     """
 
     def __init__(self) -> None:

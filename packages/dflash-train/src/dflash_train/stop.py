@@ -108,13 +108,21 @@ class Stop:
             signal.signal(number, lambda *_: None)  # the thread acts
         threading.Thread(target=self._watch, args=(reader, situation), name="signals", daemon=True).start()
 
+    @staticmethod
+    def _refused() -> bool:
+        """Whether a rank has met a wrong setting and tells of it."""
+        try:
+            return dist.is_initialized() and _get_default_store().check([REFUSED])
+        except RuntimeError:  # the store is gone with its host
+            return False
+
     def _watch(self, reader: socket.socket, situation: Situation) -> None:
         name = signal.Signals(reader.recv(1)[0]).name
         began = time.monotonic()
         if self.over:
             return
         if self.agreed_step is None and situation.missing():
-            if not (dist.is_initialized() and _get_default_store().check([REFUSED])):
+            if not self._refused():
                 situation.last_words(f"{name}, and the job is not complete any more")
             os._exit(1)
         self.ask(f"{name} on {situation.role} {situation.rank}")
