@@ -193,7 +193,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     text = output.read_text(errors="replace")
     assert re.search(cell.expected, text), f"no {cell.expected!r} in {text[-4000:]}"
     if cell.clean:
-        assert "error:" not in text, text[-3000:]
+        assert "error:" not in text, [line for line in text.splitlines() if "error:" in line]
     assert (job.returncode == 0) == (bool(cell.restarts) or (cell.clean and cell.victim != "torchrun")), job.returncode
     words = [line for line in text.splitlines() if re.search(cell.expected, line)]
     # The same command goes on, to an early end.
