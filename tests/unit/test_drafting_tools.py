@@ -15,13 +15,17 @@ import evaluate
 import export
 import generate as generate_tool
 from dflash_data.chat import render
+from dflash_data.prepare import Recipe, Source, prepare
 from dflash_model import UserError, generate, load_drafter, save_drafter
 from dflash_model.config import FULL, SLIDING
 from dflash_model.taps import context_features
 from dflash_train.acceptance import Acceptance
 from dflash_train.card import Origin, model_card
-from dflash_train.config import TargetSection
+from dflash_train.cli import parse
+from dflash_train.config import RunConfig, TargetSection
+from dflash_train.describe import facts_for_card
 from dflash_train.evaluate import evaluate_text
+from dflash_train.job import check_job
 from support.stub_server import StubServer
 from support.tiny import DENSE, tiny_config, tiny_drafter
 from support.tokenizer import byte_fallback_tokenizer, chat_tokenizer
@@ -217,6 +221,19 @@ def test_a_checkpoints_card_tells_its_run(tmp_path: Path) -> None:
     assert "2 full, bidirectional in the block" in card
     said = "20 conversations, 900 tokens, 500 of them supervised; responses (held-out ones too) written by: tiny (20)"
     assert f"chat.jsonl: {said}" in card
+
+
+def test_a_job_knows_how_its_data_was_rendered(world: Path, tmp_path: Path) -> None:
+    """From preparation to what a checkpoint notes: options that the configuration does not name any more."""
+    options = {"enable_thinking": False}
+    recipe = Recipe(max_length=128, heldout_ratio=0, options=options)
+    prepare([Source(world / "prompts.jsonl")], tmp_path / "data", chat_tokenizer(), recipe, workers=1)
+    argv = [
+        f"target.path={world / 'target'}", f"data.path={tmp_path / 'data'}", "data.seq_len=128", "trainer.steps=1",
+        "data.anchors_per_pack=16", "drafter.num_layers=2", "drafter.block_size=8", "drafter.mask_token_id=345",
+    ]  # fmt: skip
+    facts = facts_for_card(check_job(parse(RunConfig, argv, ""), 1), 8.0)
+    assert (facts["template_options"], facts["epoch_steps"]) == (options, 8.0)
 
 
 def test_text_is_rendered_as_the_drafter_was_trained(world: Path, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def report(job: Job) -> tuple[str, list[str]]:
     lines.append("             (activations are a plan from shapes, without allocator overhead)")
     copy = drafter * 4 * 3 / GIB
     lines.append(
-        f"a checkpoint {copy + drafter * 2 / GIB:.1f} GiB in run.dir; while it is written, its drafter rank"
+        f"a checkpoint {copy + drafter * 2 / GIB:.1f} GiB in run.dir; while it is written, each drafter rank"
         f" holds {copy / split.num_drafters:.1f} GiB of host memory more"
     )
     lines += _work(job)
