@@ -16,6 +16,7 @@ from dflash_model.blocks import default_gamma
 from dflash_train.cli import parse
 from dflash_train.config import OptimizerSection
 from dflash_train.job import dtype_of
+from dflash_train.parallelize import begin_micro_step
 from dflash_train.titan import apply_gradients, build_optimizer
 from peer_specforge import PeerOptions, build_peer, has_liger, import_specforge, learn
 
@@ -51,9 +52,13 @@ def bench_peer(argv: list[str]) -> dict[str, Any]:
     sums = torch.zeros(2, device=device)
 
     def one_step() -> None:
-        loss_sum, weight_sum = learn(peer, strategy, next(batches)).loss_terms
-        apply_gradients(drafter, optimizers, schedule, scale=1 / weight_sum, max_norm=1.0)
-        sums.add_(torch.stack((loss_sum.detach(), weight_sum)))
+        step_sums = torch.zeros_like(sums)
+        for number in range(bench.packs):
+            begin_micro_step(drafter, last=number == bench.packs - 1)
+            loss_sum, weight_sum = learn(peer, strategy, next(batches)).loss_terms
+            step_sums += torch.stack((loss_sum.detach(), weight_sum))
+        apply_gradients(drafter, optimizers, schedule, scale=1 / step_sums[1], max_norm=1.0)
+        sums.add_(step_sums)
 
     times = timed(one_step, device, warmup=bench.warmup, repeats=bench.repeats)
     figures = step_figures(bench, drafter, config, device, times)

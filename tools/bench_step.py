@@ -24,7 +24,7 @@ from dflash_train.cli import parse
 from dflash_train.config import OptimizerSection, key
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES
-from dflash_train.parallelize import fill_sharded, parallelize_drafter
+from dflash_train.parallelize import begin_micro_step, fill_sharded, parallelize_drafter
 from dflash_train.step import DraftStep, Tally
 from dflash_train.titan import LRSchedulersContainer, OptimizersContainer, apply_gradients, build_optimizer
 
@@ -46,6 +46,7 @@ class StepSizes:
     block_size: int = key(16, "K")
     seq_len: int = key(4096, "S")
     anchors: int = key(512, "A")
+    packs: int = key(1, "packs of an optimizer step, one after the other")
     dtype: str = key("bfloat16", "compute type; masters are fp32")
     warmup: int = key(5, "steps not counted")
     repeats: int = key(20, "steps counted")
@@ -68,8 +69,10 @@ def drafter_config(sizes: StepSizes, dflash2: DFlash2Config | None = None) -> Dr
     """The drafter of these sizes.
 
     Raises:
-        UserError: an unknown preset.
+        UserError: an unknown preset, no packs.
     """
+    if sizes.packs < 1:
+        raise UserError(f"packs is {sizes.packs}; it must be at least 1")
     if sizes.preset not in SIZES:
         raise UserError(f"preset is {sizes.preset}; it takes {', '.join(SIZES)}")
     preset, sliding = SIZES[sizes.preset], sizes.num_sliding_layers
@@ -203,9 +206,13 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     tally, calls = Tally.of(config, device), iter(range(10**9))
 
     def one_step() -> None:
-        loss_sum, weight_sum = draft.loss(packs[next(calls) % len(packs)], tally)
-        loss_sum.backward()
-        norm, _ = apply_gradients(drafter, optimizers, schedule, scale=1 / weight_sum, max_norm=1.0)
+        weight_total = torch.zeros((), device=device)
+        for number in range(bench.packs):
+            begin_micro_step(drafter, last=number == bench.packs - 1)
+            loss_sum, weight_sum = draft.loss(packs[next(calls) % len(packs)], tally)
+            loss_sum.backward()
+            weight_total += weight_sum
+        norm, _ = apply_gradients(drafter, optimizers, schedule, scale=1 / weight_total, max_norm=1.0)
         tally.commit(torch.isfinite(norm))
 
     return Training(drafter, optimizers, schedule, tally, one_step)
@@ -215,14 +222,19 @@ def step_figures(
     bench: StepSizes, drafter: nn.Module, config: DrafterConfig, device: torch.device, times: list[float]
 ) -> dict[str, Any]:
     """What a bench of a step tells of the seconds its steps took."""
-    flops, ceiling = pack_flops(config, bench.seq_len, bench.anchors), measured_ceiling(device, DTYPES[bench.dtype])
+    flops, ceiling = (
+        bench.packs * pack_flops(config, bench.seq_len, bench.anchors),
+        measured_ceiling(device, DTYPES[bench.dtype]),
+    )
     median = statistics.median(times)
     return {
         "preset": bench.preset, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": bench.num_sliding_layers,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
-        "ktok_s": bench.seq_len / median / 1e3, "counted_tflop": flops / 1e12,
+        "packs": bench.packs,
+        "ms_a_pack": median / bench.packs * 1e3, "ktok_s": bench.packs * bench.seq_len / median / 1e3,
+        "counted_tflop": flops / 1e12,
         "achieved_tflop_s": flops / median / 1e12,
         "ceiling_tflop_s": ceiling / 1e12, "share_of_ceiling": flops / median / ceiling,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,

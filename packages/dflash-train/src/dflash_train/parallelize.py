@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 import torch._functorch.config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dflash_data.weights import own_rows
 from dflash_model import Drafter
@@ -37,6 +37,16 @@ def parallelize_drafter(
     for layer in drafter.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(drafter, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def begin_micro_step(drafter: nn.Module, *, last: bool) -> None:
+    """Of the packs of a step only the last one reduces the gradients and gives the gathered weights back.
+
+    Those before it add up theirs in fp32, unsharded: 7 GB more at 1.7 B parameters.
+    """
+    assert isinstance(drafter, FSDPModule)
+    drafter.set_requires_gradient_sync(last)
+    drafter.set_reshard_after_backward(last)
 
 
 def fill_sharded(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> None:

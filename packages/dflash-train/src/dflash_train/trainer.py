@@ -26,7 +26,7 @@ from dflash_train.finite import FiniteWatch
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes
 from dflash_train.metrics import Interval, RunLog, as_ranges, logger
-from dflash_train.parallelize import fill_sharded, parallelize_drafter
+from dflash_train.parallelize import begin_micro_step, fill_sharded, parallelize_drafter
 from dflash_train.situation import Situation
 from dflash_train.start import initial_tensors
 from dflash_train.step import DraftStep, Objective, Tally, add_noise
@@ -221,10 +221,7 @@ class Trainer:
         noise, numbers = self._noise(segment.step), range(segment.first_number, segment.first_number + segment.count)
         for micro in range(self.job.micro_steps):
             pack = self._receive()
-            last = micro == self.job.micro_steps - 1
-            assert isinstance(self.drafter, FSDPModule)
-            self.drafter.set_requires_gradient_sync(last)
-            self.drafter.set_reshard_after_backward(last)
+            begin_micro_step(self.drafter, last=micro == self.job.micro_steps - 1)
             with self.clock.stage("compute"):
                 if noise:
                     width, seed = self.job.drafter.context_size, self.job.config.run.seed
