@@ -201,10 +201,11 @@ class Drafter(nn.Module):
     def initial_tensors(
         config: DrafterConfig, generator: torch.Generator, known: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Start values of every parameter but the known ones in order, fp32 on the CPU, one at a time.
+        """Start values of every parameter but the known ones in order, fp32, one at a time.
 
         Matrices are N(0, 0.02), those that write into the residual stream scaled down by depth; norms are one; what
-        DFlash2 adds changes nothing yet. Values depend on the generator alone, not on how the drafter is sharded.
+        DFlash2 adds changes nothing yet. Values depend on the generator alone and are drawn where it is, not on how the
+        drafter is sharded.
         """
         with torch.device("meta"):
             shapes = [(name, parameter.shape) for name, parameter in Drafter(config).named_parameters()]
@@ -217,7 +218,7 @@ class Drafter(nn.Module):
                 continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02
-            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
+            yield name, torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator)
 
     def forward(self, inputs: DraftInputs, cache: DraftCache | None = None) -> Tensor:
         """Hidden states ``[B, Q, D]`` of the block slots, ready for the target's head.
