@@ -5,7 +5,7 @@ loss        its head and loss                         pipeline    a whole job, o
 mask        its block-sparse mask                     channel     packs from target ranks to drafter ranks
 peer        SpecForge's own step on the same sizes    decode      drafted decoding against plain
 checkpoint  what saving costs a step                  data        preparing conversations
-watch       what timing and logging cost a step
+watch       what timing and logging cost a step       costs       the step, one setting changed at a time
 
 "tools/bench.py MODE --help" lists the keys of a mode. The last line is one JSON object: medians and spread.
 """
@@ -14,6 +14,7 @@ import json
 
 from bench_channel import bench_channel
 from bench_checkpoint import bench_checkpoint
+from bench_costs import bench_costs
 from bench_data import bench_data
 from bench_decode import bench_decode
 from bench_loss import bench_loss
@@ -27,9 +28,9 @@ from dflash_model import UserError
 from dflash_train.cli import run_tool
 
 BENCHES = {
-    "step": bench_step, "loss": bench_loss, "mask": bench_mask, "peer": bench_peer, "target": bench_target,
-    "pipeline": bench_pipeline, "channel": bench_channel, "decode": bench_decode, "checkpoint": bench_checkpoint,
-    "data": bench_data, "watch": bench_watch,
+    "step": bench_step, "costs": bench_costs, "loss": bench_loss, "mask": bench_mask, "peer": bench_peer,
+    "target": bench_target, "pipeline": bench_pipeline, "channel": bench_channel, "decode": bench_decode,
+    "checkpoint": bench_checkpoint, "data": bench_data, "watch": bench_watch,
 }  # fmt: skip
 
 

@@ -229,33 +229,33 @@ def step_figures(
     bench: StepSizes, drafter: nn.Module, config: DrafterConfig, device: torch.device, times: list[float]
 ) -> dict[str, Any]:
     """What a bench of a step tells of the seconds its steps took."""
-    flops, ceiling = (
-        bench.packs * pack_flops(config, bench.seq_len, bench.anchors),
-        measured_ceiling(device, DTYPES[bench.dtype]),
-    )
-    median = statistics.median(times)
+    flops = bench.packs * pack_flops(config, bench.seq_len, bench.anchors)
+    median, ceiling = statistics.median(times), measured_ceiling(device, DTYPES[bench.dtype])
     return {
         "preset": bench.preset, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "parameters": sum(p.numel() for p in drafter.parameters()), "sliding_layers": bench.num_sliding_layers,
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "num_layers": bench.num_layers, "sliding_layers": bench.num_sliding_layers, "seq_len": bench.seq_len,
+        "anchors": bench.anchors, "block_size": bench.block_size, "packs": bench.packs,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
-        "packs": bench.packs,
         "ms_a_pack": median / bench.packs * 1e3, "ktok_s": bench.packs * bench.seq_len / median / 1e3,
-        "counted_tflop": flops / 1e12,
-        "achieved_tflop_s": flops / median / 1e12,
+        "counted_tflop": flops / 1e12, "achieved_tflop_s": flops / median / 1e12,
         "ceiling_tflop_s": ceiling / 1e12, "share_of_ceiling": flops / median / ceiling,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }  # fmt: skip
 
 
-def bench_step(argv: list[str]) -> dict[str, Any]:
+def measure_step(bench: StepBench, device: torch.device) -> dict[str, Any]:
     """Build, run, measure."""
-    bench = parse(StepBench, argv, __doc__ or "")
-    device = bench_device()
     training = build_training(bench, device)
     drafter, tally = training.drafter, training.tally
     times = timed(training.step, device, warmup=bench.warmup, repeats=bench.repeats)
     figures = step_figures(bench, drafter, drafter.config, device, times)
     write_profile(bench.profile, training.step)
-    loss = float(tally.sums[0] / tally.sums[1])
-    return {"bench": "step", "dflash2": bench.dflash2, "float8": bench.float8, **figures, "loss": loss}
+    return {"dflash2": bench.dflash2, "float8": bench.float8, **figures, "loss": float(tally.sums[0] / tally.sums[1])}
+
+
+def bench_step(argv: list[str]) -> dict[str, Any]:
+    """One measurement."""
+    bench = parse(StepBench, argv, __doc__ or "")
+    return {"bench": "step", **measure_step(bench, bench_device())}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import export
+from bench_costs import bench_costs
 from bench_mask import bench_mask
 from bench_peer import bench_peer
 from bench_pipeline import bench_pipeline
@@ -187,6 +188,19 @@ def test_the_mask_bench_counts_tiles() -> None:
     found = bench_mask(arguments)
     dist.destroy_process_group()
     assert (found["tiles"], found["full_tiles"], found["partial_tiles"]) == (8 * 16, 4, 16)
+
+
+def test_the_costs_bench_changes_one_setting_at_a_time() -> None:
+    """By counted products; a wrong setting is refused before anything runs."""
+    tiny = ["preset=tiny", "seq_len=128", "anchors=16", "block_size=8", "compile=false", "repeats=1", "warmup=0"]
+    with pytest.raises(UserError, match=r"^anchor .* is not a key; the nearest is anchors"):
+        bench_costs([*tiny, "vary=anchor=32"])
+    rows = bench("costs", *tiny, "vary=packs=2,num_layers=1", command=[sys.executable])["rows"]
+    assert [row["setting"] for row in rows] == ["as given", "packs=2", "num_layers=1"]
+    head, fused = 4 * (16 * 7) * 256 * 1024, 6 * 128 * (5 * 256) * 256
+    layer = 6 * 256 * (128 * 2048 + (16 * 8) * (2 * 4096 + 2048 + 3 * 512))
+    counted = [head + fused + 5 * layer, 2 * (head + fused + 5 * layer), head + fused + layer]
+    assert [row["counted_tflop"] for row in rows] == pytest.approx([flops / 1e12 for flops in counted], rel=1e-3)
 
 
 def test_the_channel_bench_counts_bytes() -> None:
