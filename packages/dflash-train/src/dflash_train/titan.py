@@ -88,4 +88,12 @@ def apply_gradients(
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the device by its name, or None on a CPU."""
-    return float(get_peak_flops(torch.cuda.get_device_name(device))) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it asks lspci too, and warns where there is none
+    try:
+        return float(get_peak_flops(torch.cuda.get_device_name(device)))
+    finally:
+        root.setLevel(level)
