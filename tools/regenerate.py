@@ -85,7 +85,6 @@ def main(argv: list[str]) -> int:
         "generated_by": writer.name,
         **writer.settings,
         **asdict(decoding),
-        "template_options": config.target.template_options,
     }
     total = sum(1 for _ in read_raw(paths))
     if not total:
@@ -112,16 +111,16 @@ def check(config: RegenerateConfig) -> Decoding:
         if getattr(config, name) < 1:
             raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1")
     sampling = Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed)
-    return Decoding(sampling, config.max_new_tokens)
+    return Decoding(sampling, config.max_new_tokens, config.target.template_options)
 
 
 def by_server(config: RegenerateConfig, decoding: Decoding) -> Writer:
     """A server's model; target.path is only a name then."""
     server = ChatServer(config.server.rstrip("/"), config.retries, config.request_timeout_seconds)
-    model, options = server.find_model(config.server_model), config.target.template_options
+    model = server.find_model(config.server_model)
 
     def answer(prompts: Iterator[Prompt], patience: int) -> Answers:
-        requests = ((prompt, prompt.request(model, decoding, options)) for prompt in prompts)
+        requests = ((prompt, prompt.request(model, decoding)) for prompt in prompts)
         yield from answer_all(server, requests, concurrency=config.concurrency, patience=patience)
 
     return Writer(Path(config.target.path or model).name, {"server_model": model}, answer)
@@ -139,8 +138,8 @@ def by_model(config: RegenerateConfig, decoding: Decoding) -> Writer:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         use_grouped_attention(model)
-        options = config.target.template_options
-        local = LocalTarget(model, load_tokenizer(name or folder, options), options)
+        tokenizer = load_tokenizer(name or folder, decoding.template_options)
+        local = LocalTarget(model, tokenizer, decoding.template_options)
         yield from local.answer_all(chain([first], prompts), decoding, config.batch_tokens)
 
     return Writer(target.name, {"target": str(folder), "tokenizer": name, "dtype": config.target.dtype}, answer)
@@ -226,7 +225,8 @@ class Output:
         known = json.loads(path.read_text())
         other = {name: known.get(name) for name, value in settings.items() if known.get(name) != value}
         if other:
-            raise UserError(f"out is {self.path}; it was written with other settings ({other}): remove it first")
+            now = {name: settings[name] for name in other}
+            raise UserError(f"out is {self.path}; it was written with {other}, and now it is {now}: remove it first")
 
     def _read(self) -> None:
         size = 0

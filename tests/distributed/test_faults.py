@@ -70,7 +70,7 @@ def test_a_rank_that_cannot_agree_leaves_in_time(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.5)
     code, words = listening([(0.0, signal.SIGTERM)], Situation(0, "target rank", tmp_path / "log", "making a pack"))
     assert code == 1
-    assert "no agreement within 0 s; the last checkpoint stays" in words
+    assert "no agreement within 0 s; what was saved before stays" in words
 
 
 @pytest.mark.parametrize(("harm", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])

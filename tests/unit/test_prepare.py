@@ -121,6 +121,24 @@ def test_holding_out_everything_is_not_called_an_empty_file(tmp_path: Path) -> N
     assert "empty" not in str(caught.value)
 
 
+def test_answers_given_in_another_mode_are_dropped(tmp_path: Path) -> None:
+    """A drafter of answers with thinking accepts little where the target is served without."""
+    quiet = {"sampling": {"template_options": {"enable_thinking": False}}, "generated_by": "tiny"}
+    rows = [chat("Without.", **quiet), chat("Plain.", sampling={"template_options": {}}), chat("Of old.", sampling={})]
+    source = write(tmp_path / "a.jsonl", rows)
+    reason = "answered under other target.template_options"
+    for options, kept, line in (
+        ({}, ["Plain.", "Of old."], 1),
+        ({"enable_thinking": False}, ["Without.", "Of old."], 2),
+    ):
+        out = tmp_path / str(line)
+        run([source], out, options=options)
+        assert dropped(out) == [("a.jsonl", line, reason)]
+        assert answers(open_prepared(out, seq_len=256, vocab_size=100_000).train) == kept
+    with pytest.raises(UserError, match=reason):
+        run([write(tmp_path / "b.jsonl", rows[:1])], tmp_path / "none")
+
+
 def test_a_folder_that_is_no_dataset_is_never_deleted(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [chat("One.")])
     with pytest.raises(UserError, match=r"data\.path"):

@@ -206,7 +206,8 @@ def test_rows_in_every_spelling(spelling: str, answered: bool) -> None:
     kept = {"role": "user", "content": "hi", "weight": 1} if spelling == "messages" else found.messages[0]
     assert new == {
         **row, "messages": [kept, answer], "finish_reason": "stop", "generated_by": "tiny",
-        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None, "max_new_tokens": 4},
+        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None, "max_new_tokens": 4,
+                     "template_options": {}},
         "regenerated_from": "in.jsonl:3",
     }  # fmt: skip
 
@@ -240,7 +241,7 @@ def test_a_run_continues_wherever_it_was_cut(tmp_path: Path) -> None:
             for row in rows[count:]:
                 again.add(row, 0)
         assert path.read_bytes() == whole
-    with pytest.raises(UserError, match=r"written with other settings \({'target': 't'}\)"):
+    with pytest.raises(UserError, match=r"written with {'target': 't'}, and now it is {'target': 'other'}"):
         Output(path, {"target": "other"})
     with path.open("ab") as file:
         file.write(b"{}\n")

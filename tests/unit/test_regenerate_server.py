@@ -41,7 +41,7 @@ def test_rows_are_kept_and_say_how_they_were_made(server: ChatServer, tmp_path: 
         temperature=0.5, top_p=0.9, top_k=20, seed=100, max_new_tokens=9, **{"target.template_options": options}
     )  # fmt: skip
     rows = job.by_line()
-    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_new_tokens": 9}
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_new_tokens": 9, "template_options": options}
     assert rows[1] == {
         "id": 7, "messages": [user, {"role": "assistant", "content": "olleh"}], "finish_reason": "stop",
         "generated_by": "model", "sampling": {**sampling, "seed": 100}, "regenerated_from": f"{job.prompts}:1",
@@ -213,7 +213,7 @@ def test_killed_at_any_moment_every_prompt_is_answered_once(tmp_path: Path) -> N
 def test_other_settings_are_refused(server: ChatServer, tmp_path: Path, settings: dict[str, Any], told: str) -> None:
     job = Job(tmp_path, server, ["a", "b | 400"])
     job.run()
-    with pytest.raises(UserError, match=f"out is {job.out}; it was written with other settings .*{told}"):
+    with pytest.raises(UserError, match=f"out is {job.out}; it was written with .*{told}.*, and now it is"):
         job.run(**settings)
     job.run(concurrency=1, retries=0, request_timeout_seconds=9)  # these decide nothing
     assert len(job.by_line()) == 2
@@ -223,7 +223,7 @@ def test_other_prompts_or_another_output_are_refused(server: ChatServer, tmp_pat
     job = Job(tmp_path, server, ["a"])
     job.run()
     job.prompts.write_text(job.prompts.read_text().replace("a", "b"))
-    with pytest.raises(UserError, match=r"other settings .*'prompts'"):
+    with pytest.raises(UserError, match=r"it was written with {'prompts': .* and now it is {'prompts'"):
         job.run()
     job = Job(tmp_path, server, ["a"])
     job.out.write_bytes(job.out.read_bytes() * 2)

@@ -33,12 +33,14 @@ class Conversation:
         tools: definitions for the chat template.
         ended: whether the last turn was ended by who wrote it, rather than by a limit.
         generated_by: the model that wrote the last turn, if the row says so.
+        template_options: what its chat template was given then, if the row says so.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     ended: bool = True
     generated_by: str | None = None
+    template_options: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,11 @@ def as_document(row: dict[str, Any]) -> Conversation | Text | Tokens:
         raise Refused("system is not among the turns")  # left out, it would change what is said
     tools = _tools(row.get("tools"))
     _check_unicode(json.dumps([messages, tools], ensure_ascii=False, default=str))
+    sampling = row.get("sampling")
     return Conversation(
-        messages, tools, ended=row.get("finish_reason") != "length", generated_by=row.get("generated_by")
-    )
+        messages, tools, ended=row.get("finish_reason") != "length", generated_by=row.get("generated_by"),
+        template_options=sampling.get("template_options") if isinstance(sampling, dict) else None,
+    )  # fmt: skip
 
 
 def _tokens(row: dict[str, Any]) -> Tokens:

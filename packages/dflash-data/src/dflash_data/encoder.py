@@ -103,6 +103,8 @@ class Encoder:
         return ids if end is None or ids[-1:] == [end] else [*ids, cast(int, end)]
 
     def _conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        if conversation.template_options not in (None, self.options):
+            raise Refused("answered under other target.template_options")  # such as thinking, which drafters must know
         said = [conversation.messages, conversation.tools]
         self._check_controls(json.dumps(said, ensure_ascii=False, default=str))
         messages = conversation.messages

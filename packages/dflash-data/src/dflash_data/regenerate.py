@@ -8,7 +8,7 @@ are trained this way (paper, appendix A.1). The last assistant turn is generated
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -34,10 +34,17 @@ MAY_BE_ABSENT = ("usage", "retokenized")  # so those of an earlier regeneration 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How responses are generated: the sampling, of which row i uses ``seed + i``, and the longest response."""
+    """How responses are generated.
+
+    Attributes:
+        sampling: row i uses ``seed + i``.
+        max_new_tokens: the longest response.
+        template_options: passed to the chat template.
+    """
 
     sampling: Sampling
     max_new_tokens: int
+    template_options: JsonObject = field(default_factory=dict)
 
     def of_row(self, number: int) -> Sampling:
         """The sampling of one row: equal prompts are to get different answers, the same ones in every run."""
@@ -49,7 +56,7 @@ class Decoding:
         sampling = self.of_row(number)
         return {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "seed": sampling.seed, "max_new_tokens": self.max_new_tokens,
+            "seed": sampling.seed, "max_new_tokens": self.max_new_tokens, "template_options": self.template_options,
         }  # fmt: skip
 
 
@@ -73,7 +80,7 @@ class Prompt:
     messages: list[JsonObject]
     tools: list[JsonObject] | None = None
 
-    def request(self, model: str, decoding: Decoding, options: JsonObject) -> JsonObject:
+    def request(self, model: str, decoding: Decoding) -> JsonObject:
         """The body of a chat completion.
 
         Everything that shapes the distribution is sent: both servers take what is left out from the model's
@@ -87,7 +94,7 @@ class Prompt:
         }  # fmt: skip
         body |= {} if sampling.seed is None else {"seed": sampling.seed}
         body |= {"tools": self.tools} if self.tools else {}
-        return body | ({"chat_template_kwargs": options} if options else {})
+        return body | ({"chat_template_kwargs": decoding.template_options} if decoding.template_options else {})
 
     def answered(self, answer: Completion, decoding: Decoding, generated_by: str) -> Row:
         """The row with its new last turn, and all that is known about it; its other turns stay as they are."""

@@ -31,10 +31,10 @@ def origin(job: Job) -> str:
     """Where the drafter's first values come from, as the end of a sentence."""
     section = job.config.drafter
     if section.init_from is not None:
-        return f" from the drafter at {section.init_from}"
+        return f"from the drafter at {section.init_from}"
     if section.init_from_target:
-        return f" from the target's last layers ({' and '.join(BorrowedLayers(job.target, job.drafter).parts)})"
-    return ""
+        return f"from the target's last layers ({' and '.join(BorrowedLayers(job.target, job.drafter).parts)})"
+    return "from drawn weights"
 
 
 def facts_for_card(job: Job, epoch_steps: float) -> dict[str, Any]:

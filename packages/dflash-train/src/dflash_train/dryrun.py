@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from dflash_data.float8 import use_float8
 from dflash_model import Drafter
 from dflash_model.taps import decoder_layers, decoder_of
+from dflash_train.describe import origin
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, Job
 
@@ -123,6 +124,7 @@ def report(job: Job) -> tuple[str, list[str]]:
         f"             layers {', '.join(job.drafter.layer_types)}"
         + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
         *_added(parts),
+        f"             starts {origin(job)}",
     ]
     for rank in range(split.world_size):
         roles = [

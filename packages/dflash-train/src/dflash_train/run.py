@@ -89,9 +89,11 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
     if not schedule.segments:
         if meshes.rank == 0:
             start_logging(job.run_dir / "log.txt")
+            drafter = f"drafter.init_from={job.run_dir}/checkpoints/step-{position.step}/dflash"
+            drafter += " drafter.init_from_target=false" if job.config.drafter.init_from_target else ""
             logger.info(
                 f"run.dir {job.run_dir} is complete at step {position.step}. To train longer, start another run.dir"
-                f" with drafter.init_from={job.run_dir}/checkpoints/step-{position.step}/dflash; to redo it, remove it"
+                f" with {drafter}; to redo it, remove it"
             )
         return
     epoch_steps = len(collator.train_plan) / job.config.trainer.packs_per_step
@@ -272,7 +274,7 @@ def _train(
             logger.info("no held-out rows, or evaluate.packs is 0: evaluation is off")
         if not job.config.checkpoint.interval and stop.saves:
             logger.info("checkpoint.interval is 0: nothing is saved unless the run is stopped")
-        start = "starting" + origin(job)
+        start = f"starting {origin(job)}"
         begin = f"resuming at step {course.position.step}" if course.position.step else start
         for change in changes:
             logger.info(f"allowed by resume.allow: {change}")

@@ -131,11 +131,13 @@ class Stop:
         while not self.over:
             passed = time.monotonic() - began
             if passed > GRACE_SECONDS and self.agreed_step is None:
-                situation.last_words(f"{name}: no agreement within {GRACE_SECONDS:.0f} s; the last checkpoint stays")
+                situation.last_words(f"{name}: no agreement within {GRACE_SECONDS:.0f} s; what was saved before stays")
                 os._exit(1)
             if passed > GRACE_SECONDS and not warned:
                 warned = True
-                situation.last_words(f"{name}: still at it; if torchrun ends the job before, the last checkpoint stays")
+                situation.last_words(
+                    f"{name}: still at it; if torchrun ends the job before, what was saved earlier stays"
+                )
             if self.agreed_step is None and situation.missing():
                 situation.last_words(f"{name}, and no agreement is possible")
                 os._exit(1)
