@@ -46,7 +46,8 @@ class Oracle(nn.Module):
             if position % self.wrong_every == 0:
                 token = (token + 1) % 100
             hidden.append(self.rows[:, token])
-        cache.extend(0, (torch.zeros(1, 1, inputs.context_BSE.shape[1], 1),) * 2)
+        seen = inputs.context_BSE.shape[1]
+        cache.extend(0, (torch.zeros(1, 1, seen, 1),) * 2, seen)
         return torch.stack(hidden)[None]
 
 

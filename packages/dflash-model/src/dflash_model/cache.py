@@ -16,13 +16,19 @@ class DraftCache:
     def __init__(self) -> None:
         self._layers: dict[int, KeyValue] = {}
 
-    def extend(self, layer: int, new: KeyValue) -> KeyValue:
-        """Append a layer's keys and values of new context tokens; returns all of them."""
+    def extend(self, layer: int, new: KeyValue, num_context: int) -> KeyValue:
+        """A layer's keys and values with those of earlier context before them.
+
+        Args:
+            layer: its number.
+            new: of new context tokens, and of the block behind them.
+            num_context: how many of these are context, and kept.
+        """
         past = self._layers.get(layer)
-        if past is not None:
-            new = (torch.cat((past[0], new[0]), dim=2), torch.cat((past[1], new[1]), dim=2))
-        self._layers[layer] = new
-        return new
+        key, value = new if past is None else (torch.cat((past[0], new[0]), dim=2), torch.cat((past[1], new[1]), dim=2))
+        kept = slice(key.shape[2] - new[0].shape[2] + num_context)
+        self._layers[layer] = key[:, :, kept], value[:, :, kept]
+        return key, value
 
     @property
     def length(self) -> int:

@@ -58,9 +58,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 class DrafterAttention(nn.Module):
     """Attention of block slots over context and block."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.index, self.head_dim = index, config.head_dim
         width = config.hidden_size
         self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
@@ -69,17 +69,16 @@ class DrafterAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def keys_values(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Normalised, rotated keys and plain values ``[B, M, T, H]``; the same weights for context and block."""
-        k_BMTH = rotate(self.k_norm(self._heads(self.k_proj(x_BTD))).transpose(1, 2), rope)
-        return k_BMTH, self._heads(self.v_proj(x_BTD)).transpose(1, 2)
-
-    def forward(self, x_BQD: Tensor, context_kv: tuple[Tensor, Tensor], rope: Rope, mask: Mask) -> Tensor:
-        """Attend from the slots to ``[context | slots]``."""
-        q_BNQH = rotate(self.q_norm(self._heads(self.q_proj(x_BQD))).transpose(1, 2), rope)
-        k_BMQH, v_BMQH = self.keys_values(x_BQD, rope)
-        k_BMTH = torch.cat((context_kv[0], k_BMQH), dim=2)
-        v_BMTH = torch.cat((context_kv[1], v_BMQH), dim=2)
+    def forward(self, x_BQD: Tensor, context_BSD: Tensor, rope: Rope, mask: Mask, cache: DraftCache | None) -> Tensor:
+        """Attend from the slots to ``[context | slots]``, whose keys and values come from the same weights."""
+        slots = slice(context_BSD.shape[1], None)
+        row_BTD = torch.cat((context_BSD, x_BQD), dim=1)
+        k_BMTH = rotate(self.k_norm(self._heads(self.k_proj(row_BTD))).transpose(1, 2), rope)
+        v_BMTH = self._heads(self.v_proj(row_BTD)).transpose(1, 2)
+        if cache is not None:
+            k_BMTH, v_BMTH = cache.extend(self.index, (k_BMTH, v_BMTH), context_BSD.shape[1])
+        slot_rope = rope[0][:, :, slots], rope[1][:, :, slots]
+        q_BNQH = rotate(self.q_norm(self._heads(self.q_proj(x_BQD))).transpose(1, 2), slot_rope)
         out_BNQH = attend(q_BNQH, k_BMTH, v_BMTH, mask)
         return self.o_proj(out_BNQH.transpose(1, 2).flatten(2))
 
@@ -106,31 +105,19 @@ class DrafterLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
-        self.index = index
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DrafterAttention(config)
+        self.self_attn = DrafterAttention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DrafterMLP(config)
         added = config.dflash2
         self.attention_conv = BlockConvolution(config, added) if added else None
         self.mlp_conv = BlockConvolution(config, added) if added else None
 
-    def forward(
-        self,
-        x_BQD: Tensor,
-        context_BSD: Tensor,
-        context_rope: Rope,
-        block_rope: Rope,
-        mask: Mask,
-        cache: DraftCache | None,
-    ) -> Tensor:
+    def forward(self, x_BQD: Tensor, context_BSD: Tensor, rope: Rope, mask: Mask, cache: DraftCache | None) -> Tensor:
         """The new slots; a cache gives the keys and values of earlier context, and takes those of this one."""
-        context_kv = self.self_attn.keys_values(context_BSD, context_rope)
-        if cache is not None:
-            context_kv = cache.extend(self.index, context_kv)
 
         def attention(x_BQD: Tensor) -> Tensor:
-            return self.self_attn(x_BQD, context_kv, block_rope, mask)
+            return self.self_attn(x_BQD, context_BSD, rope, mask, cache)
 
         x_BQD = x_BQD + convolved(self.attention_conv, self.input_layernorm(x_BQD), attention)
         return x_BQD + convolved(self.mlp_conv, self.post_attention_layernorm(x_BQD), self.mlp)
@@ -226,9 +213,9 @@ class Drafter(nn.Module):
         """
         config = self.config
         context_BSD = self.hidden_norm(self.fc(inputs.context_BSE))
-        context_rope = rope_tables(inputs.context_position_BS, config.head_dim, config.rope_theta)
-        block_rope = rope_tables(inputs.block_position_BQ, config.head_dim, config.rope_theta)
+        position_BT = torch.cat((inputs.context_position_BS, inputs.block_position_BQ), dim=1)
+        rope = rope_tables(position_BT, config.head_dim, config.rope_theta)
         x_BQD = inputs.embedding_BQD
         for layer, layer_type in zip(self.layers, config.layer_types, strict=True):
-            x_BQD = layer(x_BQD, context_BSD, context_rope, block_rope, inputs.masks.get(layer_type), cache)
+            x_BQD = layer(x_BQD, context_BSD, rope, inputs.masks.get(layer_type), cache)
         return self.norm(x_BQD)
