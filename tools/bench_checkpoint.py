@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bench_step import StepBench, bench_device, build_training, timed
+from bench_step import StepBench, Training, bench_device, build_training, check_sizes, timed
 from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.cli import parse
 from dflash_train.config import key
@@ -25,12 +25,19 @@ class CheckpointBench(StepBench):
     saves: int = key(3, "checkpoints; the first also allocates pinned memory")
 
 
+def waited_step(training: Training, device: torch.device) -> float:
+    """Seconds of a step that the host waits for."""
+    return timed(training.step, device, warmup=0, repeats=1)[0]
+
+
 def bench_checkpoint(argv: list[str]) -> dict[str, Any]:
     """Build, train, save, measure."""
     bench = parse(CheckpointBench, argv, __doc__ or "")
+    check_sizes(bench)
     device = bench_device()
     training = build_training(bench, device)
-    plain = timed(training.step, device, warmup=bench.warmup, repeats=bench.repeats)
+    timed(training.step, device, warmup=bench.warmup, repeats=1)
+    plain = [waited_step(training, device) for _ in range(bench.repeats)]  # for each, as beside the writing below
     stalls, written, beside = [], [], []
     with tempfile.TemporaryDirectory(dir=bench.folder or None) as folder:
         group = cast(dist.ProcessGroup, dist.new_group([0], backend="gloo"))
@@ -42,7 +49,7 @@ def bench_checkpoint(argv: list[str]) -> dict[str, Any]:
             checkpointer.save(Position(number), training.drafter, training.optimizers, training.schedule)
             stalls.append(time.perf_counter() - began)
             while checkpointer.finished() is None:
-                beside += timed(training.step, device, warmup=0, repeats=1)
+                beside.append(waited_step(training, device))
             written.append(time.perf_counter() - began)
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     step = statistics.median(plain)

@@ -2,12 +2,13 @@
 
 import gc
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from bench_step import StepBench, bench_device, measure_step
+from bench_step import StepBench, bench_device, check_sizes, measure_step
+from dflash_model import UserError
 from dflash_train.cli import parse
 from dflash_train.config import key
 
@@ -15,7 +16,8 @@ VARIED = [
     "anchors=128", "anchors=256", "anchors=1024", "seq_len=2048", "seq_len=8192", "block_size=8", "num_layers=3",
     "num_layers=8", "num_sliding_layers=4", "packs=4", "float8=true", "dflash2=true",
 ]  # fmt: skip
-TOLD = ("median_ms", "min_ms", "max_ms", "ktok_s", "counted_tflop", "peak_gib")
+TOLD = ("median_ms", "min_ms", "max_ms", "ms_a_pack", "ktok_s", "counted_tflop", "peak_gib")
+OWN = ("config", "vary", "profile")
 
 
 @dataclass
@@ -27,16 +29,26 @@ class CostsBench(StepBench):
 
 
 def bench_costs(argv: list[str]) -> dict[str, Any]:
-    """Measure each setting; one that does not fit on the device says so."""
+    """Measure each setting; one that does not fit on the device says so.
+
+    Raises:
+        UserError: a setting that cannot be; before anything is measured.
+    """
     given = parse(CostsBench, argv, __doc__ or "")
     settings = [("as given", given), *((change, parse(CostsBench, [*argv, change], "")) for change in given.vary)]
+    for name, bench in settings:
+        try:
+            check_sizes(bench)
+        except UserError as error:
+            raise UserError(f"{error} (vary: {name})") from error
     device, rows = bench_device(), []
     for name, bench in settings:
         rows.append({"setting": name, **_measured(bench, device)})
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), file=sys.stderr, flush=True)
     return {
         "bench": "costs", "preset": given.preset, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "rows": rows,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "given": {name: value for name, value in asdict(given).items() if name not in OWN}, "rows": rows,
     }  # fmt: skip
 
 

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench_step import StepSizes, bench_device, drafter_config, random_ends, step_figures, timed, write_profile
+from bench_step import (
+    StepSizes,
+    bench_device,
+    check_sizes,
+    drafter_config,
+    random_ends,
+    step_figures,
+    timed,
+    write_profile,
+)
 from dflash_model import DrafterConfig
 from dflash_model.blocks import default_gamma
 from dflash_train.cli import parse
 from dflash_train.config import OptimizerSection
-from dflash_train.job import dtype_of
+from dflash_train.job import DTYPES
 from dflash_train.parallelize import begin_micro_step
 from dflash_train.titan import apply_gradients, build_optimizer
 from peer_specforge import PeerOptions, build_peer, has_liger, import_specforge, learn
@@ -39,7 +48,8 @@ def random_batch(
 def bench_peer(argv: list[str]) -> dict[str, Any]:
     """Build, run, measure."""
     bench = parse(PeerBench, argv, __doc__ or "")
-    config, dtype, peer = drafter_config(bench), dtype_of("dtype", bench.dtype), import_specforge(bench.specforge)
+    check_sizes(bench)
+    config, dtype, peer = drafter_config(bench), DTYPES[bench.dtype], import_specforge(bench.specforge)
     device = bench_device()
     torch.manual_seed(0)  # of its start weights and anchors
     model = build_peer(

@@ -24,7 +24,7 @@ from dflash_model.config import FULL, SLIDING
 from dflash_train.cli import parse
 from dflash_train.config import OptimizerSection, key
 from dflash_train.flops import pack_flops
-from dflash_train.job import DTYPES
+from dflash_train.job import DTYPES, dtype_of
 from dflash_train.parallelize import begin_micro_step, fill_sharded, parallelize_drafter
 from dflash_train.step import DraftStep, Tally
 from dflash_train.titan import LRSchedulersContainer, OptimizersContainer, apply_gradients, build_optimizer
@@ -66,14 +66,25 @@ class StepBench(StepSizes):
     float8: bool = key(False, "multiply with the head in float8")
 
 
+def check_sizes(sizes: StepSizes) -> None:
+    """Refuse what no step can have.
+
+    Raises:
+        UserError: an unknown preset or type, a number that is too small, layers that do not fit together.
+    """
+    for name in ("packs", "anchors", "seq_len", "repeats"):
+        if getattr(sizes, name) < 1:
+            raise UserError(f"{name} is {getattr(sizes, name)}; it must be at least 1")
+    dtype_of("dtype", sizes.dtype)
+    drafter_config(sizes)
+
+
 def drafter_config(sizes: StepSizes, dflash2: DFlash2Config | None = None) -> DrafterConfig:
     """The drafter of these sizes.
 
     Raises:
-        UserError: an unknown preset, no packs.
+        UserError: an unknown preset, or layers that do not fit together.
     """
-    if sizes.packs < 1:
-        raise UserError(f"packs is {sizes.packs}; it must be at least 1")
     if sizes.preset not in SIZES:
         raise UserError(f"preset is {sizes.preset}; it takes {', '.join(SIZES)}")
     preset, sliding = SIZES[sizes.preset], sizes.num_sliding_layers
@@ -258,4 +269,5 @@ def measure_step(bench: StepBench, device: torch.device) -> dict[str, Any]:
 def bench_step(argv: list[str]) -> dict[str, Any]:
     """One measurement."""
     bench = parse(StepBench, argv, __doc__ or "")
+    check_sizes(bench)
     return {"bench": "step", **measure_step(bench, bench_device())}

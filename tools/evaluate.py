@@ -234,7 +234,7 @@ def replay_stored(bench: Bench) -> dict[str, Any]:
         print(f"{refused.total()} rows are left out ({refused.most_common(3)})", file=sys.stderr)
     if not texts:
         raise UserError(
-            f"prompts ({', '.join(bench.config.prompts)}) has no row with an answer; decode=false needs one"
+            f"prompts ({', '.join(bench.config.prompts)}) has no row with an answer to replay; decode=false needs one"
         )
     own = names == {Path(bench.config.target.path or "").name}
     name = {"name": "replay" if own else "teacher-forced"}

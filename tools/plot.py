@@ -134,9 +134,8 @@ def draw(axes: "Axes", picture: str, runs: list[Run], x: str) -> None:
     if picture == "positions":
         axes.set_ylim(bottom=0)
     if picture == "loss":  # drawn weights begin far above where it is decided
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
     axes.set(xlabel="slot k of a block" if picture == "positions" else PLACES[x], ylabel=VALUES[picture])
 
 
@@ -152,10 +151,9 @@ def write(path: Path, runs: list[Run], x: str) -> None:
         draw(axes, path.stem, runs, x)
         over_slots = path.stem == "positions"
         axes.xaxis.set_major_locator(MaxNLocator(16 if over_slots else 8, steps=[1, 2, 5, 10], integer=True))
-        if path.stem == "loss":
-            axes.yaxis.set_major_locator(
-                MaxNLocator(8, steps=[1, 2, 5, 10])
-            )  # of a short run, powers would be one tick
+        low, high = axes.get_ylim()
+        if path.stem == "loss" and high < 16 * low:  # too few powers of two to read by
+            axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
         if x == "tokens" and not over_slots:
             axes.xaxis.set_major_formatter(billions := EngFormatter())
             billions.ENG_PREFIXES = EngFormatter.ENG_PREFIXES | {9: "B"}

@@ -56,6 +56,8 @@ def main(argv: list[str]) -> int:
     ledger, reused = prepare(sources, out, tokenizer, recipe, workers=data.prepare_workers or os.cpu_count() or 1)
     print(f"{out}: {'unchanged, reused' if reused else 'replaced' if existed else 'written'}")
     print(summary(ledger))
+    if data.heldout_sources and not ledger.rows["heldout"]:
+        print("  WARNING: data.heldout_sources gave no conversation: nothing will be evaluated")
     for row in map(json.loads, (out / DROPPED).read_text().splitlines()):
         if row["reason"] in (UNREADABLE, NO_ARRAY):
             print(f"  WARNING: {row['file']} was read up to row or line {row['line'] - 1} only: {row['reason']}")

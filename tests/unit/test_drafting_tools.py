@@ -234,6 +234,8 @@ def test_a_job_knows_how_its_data_was_rendered(world: Path, tmp_path: Path) -> N
     ]  # fmt: skip
     facts = facts_for_card(check_job(parse(RunConfig, argv, ""), 1), 8.0)
     assert (facts["template_options"], facts["epoch_steps"]) == (options, 8.0)
+    with pytest.raises(UserError, match=r"^target.template_options is {'enable_thinking': True}; data.path .* under"):
+        check_job(parse(RunConfig, [*argv, "target.template_options={enable_thinking: true}"], ""), 1)
 
 
 def test_text_is_rendered_as_the_drafter_was_trained(world: Path, tmp_path: Path) -> None:

@@ -121,22 +121,30 @@ def test_holding_out_everything_is_not_called_an_empty_file(tmp_path: Path) -> N
     assert "empty" not in str(caught.value)
 
 
-def test_answers_given_in_another_mode_are_dropped(tmp_path: Path) -> None:
-    """A drafter of answers with thinking accepts little where the target is served without."""
-    quiet = {"sampling": {"template_options": {"enable_thinking": False}}, "generated_by": "tiny"}
-    rows = [chat("Without.", **quiet), chat("Plain.", sampling={"template_options": {}}), chat("Of old.", sampling={})]
-    source = write(tmp_path / "a.jsonl", rows)
-    reason = "answered under other target.template_options"
-    for options, kept, line in (
-        ({}, ["Plain.", "Of old."], 1),
-        ({"enable_thinking": False}, ["Without.", "Of old."], 2),
+def test_answers_to_another_prompt_are_dropped(tmp_path: Path) -> None:
+    """A drafter of answers with thinking accepts little without: what counts is what the template makes of options."""
+    tokenizer = chat_tokenizer("{%- if quiet -%}{{ 'Be quiet. ' }}{%- endif -%}" + CHATML)
+    rows = [
+        chat("Quiet.", sampling={"template_options": '{"quiet": true}'}),
+        chat("Plain.", sampling={"template_options": "{}"}),
+        chat("Loud.", sampling='{"template_options": {"quiet": false}}'),
+        chat("Of old.", sampling={}), chat("None.", sampling=1),
+    ]  # fmt: skip
+    source = Source(write(tmp_path / "a.jsonl", rows))
+    quiet, plain, loud = (
+        f"answered under target.template_options {text}" for text in ('{"quiet": true}', "{}", '{"quiet": false}')
+    )
+    for options, kept, lost in (
+        ({}, ["Plain.", "Loud.", "Of old.", "None."], [("a.jsonl", 1, quiet)]),
+        ({"quiet": True}, ["Quiet.", "Of old.", "None."], [("a.jsonl", 2, plain), ("a.jsonl", 3, loud)]),
     ):
-        out = tmp_path / str(line)
-        run([source], out, options=options)
-        assert dropped(out) == [("a.jsonl", line, reason)]
+        out = tmp_path / str(len(kept))
+        prepare([source], out, tokenizer, Recipe(max_length=256, heldout_ratio=0.0, options=options), workers=1)
+        assert dropped(out) == lost
         assert answers(open_prepared(out, seq_len=256, vocab_size=100_000).train) == kept
-    with pytest.raises(UserError, match=reason):
-        run([write(tmp_path / "b.jsonl", rows[:1])], tmp_path / "none")
+    only = Source(write(tmp_path / "b.jsonl", rows[:1]))
+    with pytest.raises(UserError, match=r'answered under target.template_options {"quiet": true}'):
+        prepare([only], tmp_path / "none", tokenizer, Recipe(max_length=256, heldout_ratio=0.0), workers=1)
 
 
 def test_a_folder_that_is_no_dataset_is_never_deleted(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_rows_in_every_spelling(spelling: str, answered: bool) -> None:
     assert new == {
         **row, "messages": [kept, answer], "finish_reason": "stop", "generated_by": "tiny",
         "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None, "max_new_tokens": 4,
-                     "template_options": {}},
+                     "template_options": "{}"},
         "regenerated_from": "in.jsonl:3",
     }  # fmt: skip
 

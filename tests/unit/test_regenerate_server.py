@@ -41,7 +41,13 @@ def test_rows_are_kept_and_say_how_they_were_made(server: ChatServer, tmp_path: 
         temperature=0.5, top_p=0.9, top_k=20, seed=100, max_new_tokens=9, **{"target.template_options": options}
     )  # fmt: skip
     rows = job.by_line()
-    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_new_tokens": 9, "template_options": options}
+    sampling = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_new_tokens": 9,
+        "template_options": '{"enable_thinking": false}',
+    }
     assert rows[1] == {
         "id": 7, "messages": [user, {"role": "assistant", "content": "olleh"}], "finish_reason": "stop",
         "generated_by": "model", "sampling": {**sampling, "seed": 100}, "regenerated_from": f"{job.prompts}:1",

@@ -87,10 +87,11 @@ def as_document(row: dict[str, Any]) -> Conversation | Text | Tokens:
         raise Refused("system is not among the turns")  # left out, it would change what is said
     tools = _tools(row.get("tools"))
     _check_unicode(json.dumps([messages, tools], ensure_ascii=False, default=str))
-    sampling = row.get("sampling")
+    sampling = _maybe_json(row.get("sampling"))
+    options = _maybe_json(sampling.get("template_options")) if isinstance(sampling, dict) else None
     return Conversation(
         messages, tools, ended=row.get("finish_reason") != "length", generated_by=row.get("generated_by"),
-        template_options=sampling.get("template_options") if isinstance(sampling, dict) else None,
+        template_options=options if isinstance(options, dict) else None,
     )  # fmt: skip
 
 

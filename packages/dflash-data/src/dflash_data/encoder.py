@@ -103,16 +103,23 @@ class Encoder:
         return ids if end is None or ids[-1:] == [end] else [*ids, cast(int, end)]
 
     def _conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        if conversation.template_options not in (None, self.options):
-            raise Refused("answered under other target.template_options")  # such as thinking, which drafters must know
         said = [conversation.messages, conversation.tools]
         self._check_controls(json.dumps(said, ensure_ascii=False, default=str))
         messages = conversation.messages
         length = max(index for index, message in enumerate(messages) if message["role"] == "assistant") + 1
         ended = conversation.ended or length < len(messages)
         answered = replace(conversation, messages=messages[:length], ended=ended)
+        self._check_mode(answered)
         only_last = self.turns == "last" or conversation.generated_by is not None
         return self._tokenize(*self._renderer.spans(answered, only_last=only_last, reasoning=self.reasoning))
+
+    def _check_mode(self, conversation: Conversation) -> None:
+        """An answer counts under the options it was given under, such as thinking, or others that ask for the same."""
+        given = conversation.template_options
+        if given is None or given == self.options:
+            return
+        if Renderer(self.tokenizer, given).prompt(conversation) != self._renderer.prompt(conversation):
+            raise Refused(f"answered under target.template_options {json.dumps(given, sort_keys=True)}")
 
     @cached_property
     def _renderer(self) -> Renderer:

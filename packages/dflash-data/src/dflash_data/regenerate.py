@@ -52,11 +52,11 @@ class Decoding:
         return self.sampling if seed is None else replace(self.sampling, seed=seed + number)
 
     def record(self, number: int) -> JsonObject:
-        """What stands in the row."""
-        sampling = self.of_row(number)
+        """What stands in the row; the options as text, as Parquet would give all rows the keys of each."""
+        sampling, options = self.of_row(number), json.dumps(self.template_options, sort_keys=True)
         return {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "seed": sampling.seed, "max_new_tokens": self.max_new_tokens, "template_options": self.template_options,
+            "seed": sampling.seed, "max_new_tokens": self.max_new_tokens, "template_options": options,
         }  # fmt: skip
 
 

@@ -66,6 +66,10 @@ class Renderer:
         except (Refused, UserError):  # a row that needs the template meets the same error and reports it
             return ""
 
+    def prompt(self, conversation: Conversation) -> str:
+        """What the target is to answer with the last turn."""
+        return self._render(conversation.messages[:-1], conversation, add_generation_prompt=True)
+
     def spans(self, conversation: Conversation, *, only_last: bool, reasoning: bool) -> tuple[str, list[Span]]:
         """The rendered conversation, which ends with an assistant turn, and its parts with loss.
 

@@ -124,7 +124,7 @@ def report(job: Job) -> tuple[str, list[str]]:
         f"             layers {', '.join(job.drafter.layer_types)}"
         + (f", window {job.drafter.sliding_window}" if job.drafter.sliding_window else ""),
         *_added(parts),
-        f"             starts {origin(job)}",
+        f"             a new run starts {origin(job)}",
     ]
     for rank in range(split.world_size):
         roles = [

@@ -88,8 +88,19 @@ class Job:
         )
 
     def open_data(self) -> PreparedData:
-        """The dataset, checked against row length and vocabulary."""
-        return open_prepared(self.data_dir, seq_len=self.config.data.seq_len, vocab_size=self.drafter.vocab_size)
+        """The dataset, checked against row length, vocabulary and the options of the chat template.
+
+        Raises:
+            UserError: it was prepared for another job.
+        """
+        data = open_prepared(self.data_dir, seq_len=self.config.data.seq_len, vocab_size=self.drafter.vocab_size)
+        prepared, asked = data.ledger.settings.get("recipe"), self.config.target.template_options
+        if prepared is not None and asked and asked != prepared["options"]:
+            raise UserError(
+                f"target.template_options is {asked}; data.path ({self.data_dir}) was prepared under"
+                f" {prepared['options']}: prepare it again, or give the same"
+            )
+        return data
 
     def collator(self, data: PreparedData) -> Collator:
         """Work items to token packs."""

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -89,7 +90,7 @@ def run_job(job: Job, stop: Stop | None = None, situation: Situation | None = No
     if not schedule.segments:
         if meshes.rank == 0:
             start_logging(job.run_dir / "log.txt")
-            drafter = f"drafter.init_from={job.run_dir}/checkpoints/step-{position.step}/dflash"
+            drafter = shlex.quote(f"drafter.init_from={job.run_dir}/checkpoints/step-{position.step}/dflash")
             drafter += " drafter.init_from_target=false" if job.config.drafter.init_from_target else ""
             logger.info(
                 f"run.dir {job.run_dir} is complete at step {position.step}. To train longer, start another run.dir"

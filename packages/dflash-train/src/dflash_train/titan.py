@@ -91,9 +91,13 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # it asks lspci too, and warns where there is none
+    root.addFilter(_not_of_lspci)
     try:
         return float(get_peak_flops(torch.cuda.get_device_name(device)))
     finally:
-        root.setLevel(level)
+        root.removeFilter(_not_of_lspci)
+
+
+def _not_of_lspci(record: logging.LogRecord) -> bool:
+    """It asks lspci too, and warns where there is none; that it does not know the GPU is worth a warning."""
+    return not record.getMessage().startswith("Error running lspci")
