@@ -30,8 +30,8 @@ demo: install
 	@grep -h 'held-out acceptance' $(RUN)/log.txt | tail -n 1
 
 test: install
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/unit
-	$(BIN)/python -m pytest tests/distributed tests/gpu   # jobs of several ranks, one at a time
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/unit; unit=$$?; \
+	$(BIN)/python -m pytest tests/distributed tests/gpu && exit $$unit   # jobs of several ranks, one at a time
 
 check: install
 	$(BIN)/ruff format --check .

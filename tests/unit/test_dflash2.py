@@ -220,11 +220,11 @@ def test_a_layer_is_one_graph() -> None:
     """Traced whole by Dynamo, as ``parallelize_drafter`` compiles it; gradients stay what they were."""
     layer = tiny_drafter(config_of("full")).layers[0]
     torch.manual_seed(0)
-    ropes = rope_tables(torch.arange(5)[None], 24, 1e4), rope_tables(torch.arange(5, 13).repeat(2)[None], 24, 1e4)
+    rope = rope_tables(torch.cat((torch.arange(5), torch.arange(5, 13).repeat(2)))[None], 24, 1e4)
     inputs = [torch.randn(1, length, 64, requires_grad=True) for length in (16, 5)]
     counter, results = CompileCounter(), []
     for call in (layer, torch.compile(layer, dynamic=False, fullgraph=True, backend=counter)):
-        out = call(*inputs, *ropes, None, None)
+        out = call(*inputs, rope, None, None)
         results.append((out, *torch.autograd.grad(out.square().sum(), [*inputs, *layer.parameters()])))
     for plain, traced in zip(*results, strict=True):
         torch.testing.assert_close(traced, plain)
