@@ -189,7 +189,7 @@ class Drafter(nn.Module):
         """Start values of every parameter but the known ones in order, fp32, one at a time.
 
         Matrices are N(0, 0.02), those that write into the residual stream scaled down by depth; norms are one; what
-        DFlash2 adds changes nothing yet. Values depend on the generator alone and are drawn where it is, not on how the
+        DFlash2 adds changes nothing yet. Values are drawn where the generator is and depend on it alone, not on how the
         drafter is sharded.
         """
         with torch.device("meta"):
