@@ -116,6 +116,7 @@ def test_dry_run_of_the_reference_machine() -> None:
     assert "8: 5 target + 3 drafter ranks" in text
     assert text.count("sliding_attention") == 4
     assert "4 on each drafter rank" in text
+    assert "a new run starts from drawn weights" in text
 
 
 def test_dry_run_of_a_dflash2_drafter() -> None:

@@ -100,6 +100,15 @@ def line(name: str) -> bytes:
     return json.dumps(KIT[name]).encode()
 
 
+def test_held_out_files_that_give_nothing_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, row, warned in (("kept", KIT["K1"], False), ("lost", {"messages": []}, True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "held.jsonl").write_text(json.dumps(row) + "\n")
+        prepare(folder, [line("K13")], f"data.heldout_sources={folder / 'held.jsonl'}")
+        assert ("data.heldout_sources gave no conversation" in capsys.readouterr().out) is warned
+
+
 def test_the_kit_and_a_cut_line_as_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [b"\xef\xbb\xbf" + line("K1"), line("K1")[:60], b"", *(line(name) for name in KIT), line("K1")]
     prepare(tmp_path, rows)
