@@ -25,7 +25,7 @@ from dflash_train.cli import parse
 from dflash_train.config import OptimizerSection, key
 from dflash_train.flops import pack_flops
 from dflash_train.job import DTYPES, dtype_of
-from dflash_train.parallelize import begin_micro_step, fill_sharded, parallelize_drafter
+from dflash_train.parallelize import begin_micro_step, fill_sharded, parallelize_drafter, use_flash_attention
 from dflash_train.step import DraftStep, Tally
 from dflash_train.titan import LRSchedulersContainer, OptimizersContainer, apply_gradients, build_optimizer
 
@@ -64,6 +64,7 @@ class StepBench(StepSizes):
     activation_budget: float = key(0.9, "share of activations that compiled layers keep")
     chunk_rows: int = key(1024, "slots whose logits exist at once")
     float8: bool = key(False, "multiply with the head in float8")
+    flash: bool = key(False, "attention by flash-attn-4")
 
 
 def check_sizes(sizes: StepSizes) -> None:
@@ -207,6 +208,8 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     config = drafter_config(bench, DFlash2Config() if bench.dflash2 else None)
     with torch.device("meta"):
         drafter = Drafter(config)
+    if bench.flash:
+        use_flash_attention("flash", drafter, device, DTYPES[bench.dtype])
     parallelize_drafter(
         drafter, DeviceMesh(device.type, [0]), dtype=DTYPES[bench.dtype], compile_layers=bench.compile,
         activation_budget=bench.activation_budget,
@@ -263,7 +266,10 @@ def measure_step(bench: StepBench, device: torch.device) -> dict[str, Any]:
     times = timed(training.step, device, warmup=bench.warmup, repeats=bench.repeats)
     figures = step_figures(bench, drafter, drafter.config, device, times)
     write_profile(bench.profile, training.step)
-    return {"dflash2": bench.dflash2, "float8": bench.float8, **figures, "loss": float(tally.sums[0] / tally.sums[1])}
+    return {
+        "dflash2": bench.dflash2, "float8": bench.float8, "flash": bench.flash, **figures,
+        "loss": float(tally.sums[0] / tally.sums[1]),
+    }  # fmt: skip
 
 
 def bench_step(argv: list[str]) -> dict[str, Any]:

@@ -1,21 +1,28 @@
 """Attention over [context | block] keys: flex_attention for a BlockMask, SDPA for a dense mask or none."""
 
+import importlib.util
 from contextlib import ContextDecorator
 from threading import Lock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
+
+from dflash_model.errors import UserError
 
 Mask = BlockMask | Tensor | None
+
+FLASH_HEAD, HOPPER = 128, 9
+# Seen working with torch 2.11; later versions have other signatures.
+FLASH_INSTALL = "pip install flash-attn-4==4.0.0b5 quack-kernels==0.3.3 'nvidia-cutlass-dsl[cu13]==4.4.2'"
 
 # Uncompiled flex_attention materialises the scores. Inside a compiled layer this inner compile is simply inlined;
 # it matters only for a layer that runs eagerly.
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask) -> Tensor:
+def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask, *, flash: bool = False) -> Tensor:
     """Grouped-query attention, scaled by ``H ** -0.5``.
 
     Args:
@@ -23,15 +30,54 @@ def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask) -> Tensor
         k_BMTH: keys, context first; T = S + Q.
         v_BMTH: values.
         mask: what is visible (see ``mask.py``); None when everything is.
+        flash: under a BlockMask, by flash-attn-4, where ``check_flash`` allows it.
 
     Returns:
         ``[B, N, Q, H]``.
     """
     if isinstance(mask, BlockMask):
-        out = _compiled_flex_attention(q_BNQH, k_BMTH, v_BMTH, block_mask=mask, enable_gqa=True)
+        options: FlexKernelOptions | None = {"BACKEND": "FLASH"} if flash else None
+        out = _compiled_flex_attention(q_BNQH, k_BMTH, v_BMTH, block_mask=mask, enable_gqa=True, kernel_options=options)
         assert isinstance(out, Tensor)
         return out
     return F.scaled_dot_product_attention(q_BNQH, k_BMTH, v_BMTH, attn_mask=mask, enable_gqa=True)
+
+
+def check_flash_heads(key: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Refuse queries, keys and values that flash-attn-4 does not take under a BlockMask on a Hopper GPU.
+
+    Its tiles there are flex_attention's, 128 x 128, only for heads of 128.
+
+    Args:
+        key: the setting that asks for it.
+        dtype: their type.
+        head_dim: H.
+
+    Raises:
+        UserError: another type or size.
+    """
+    if dtype != torch.bfloat16 or head_dim != FLASH_HEAD:
+        raise UserError(
+            f"{key} is true; flash-attn-4 takes bfloat16 and heads of {FLASH_HEAD} here, not {str(dtype)[6:]} and"
+            f" {head_dim}"
+        )
+
+
+def check_flash(key: str, device: torch.device) -> None:
+    """Refuse a device that flash-attn-4 was not tried on, and its absence.
+
+    Args:
+        key: the setting that asks for it.
+        device: where attention runs.
+
+    Raises:
+        UserError: not a Hopper GPU, or the package is not installed.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        raise UserError(f"{key} is true; flash-attn-4 is tried on Hopper GPUs (H100, H200) alone, this is: {name}")
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        raise UserError(f"{key} is true and flash_attn.cute is not installed: {FLASH_INSTALL}")
 
 
 class WithoutCudnn(ContextDecorator):

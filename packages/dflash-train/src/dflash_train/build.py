@@ -7,17 +7,23 @@ from dflash_data.float8 import Float8Head, check_float8
 from dflash_model import Drafter
 from dflash_train.job import DTYPES, Job
 from dflash_train.mesh import Meshes
-from dflash_train.parallelize import fill_sharded, parallelize_drafter
+from dflash_train.parallelize import fill_sharded, parallelize_drafter, use_flash_attention
 from dflash_train.start import initial_tensors
 from dflash_train.step import DraftStep, Objective
 
 
 def build_drafter(job: Job, meshes: Meshes) -> Drafter:
-    """The sharded drafter with start values: meta, compile, shard, allocate, fill."""
+    """The sharded drafter with start values: meta, compile, shard, allocate, fill.
+
+    Raises:
+        UserError: ``trainer.flash_attention`` where its kernels cannot run.
+    """
     assert meshes.drafter is not None
     with torch.device("meta"):
         drafter = Drafter(job.drafter)
     section = job.config.trainer
+    if section.flash_attention:
+        use_flash_attention("trainer.flash_attention", drafter, meshes.device, DTYPES[section.dtype])
     parallelize_drafter(
         drafter, meshes.drafter, dtype=DTYPES[section.dtype], compile_layers=section.compile,
         activation_budget=section.activation_budget,

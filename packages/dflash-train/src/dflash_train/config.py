@@ -134,6 +134,11 @@ class TrainerSection:
     activation_budget: float = key(
         0.9, "share of activations that compiled layers keep; 0 computes all but their inputs again, for long rows"
     )
+    flash_attention: bool = key(
+        False,
+        "the drafter's attention by the kernels of flash-attn-4, on Hopper GPUs: faster, and the last bits of gradients"
+        " differ from run to run (docs/performance.md)",
+    )
     expected_ktok_s: float | None = key(
         None, "expected speed: for dry_run hours and GPU-hours, and an alarm at less than half of it"
     )

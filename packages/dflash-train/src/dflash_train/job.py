@@ -14,6 +14,7 @@ from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
 from dflash_data.target import TargetModel, find_target
 from dflash_model import DrafterConfig, UserError
+from dflash_model.attention import check_flash_heads
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.layout import to_published
 from dflash_model.mask import TILE
@@ -193,6 +194,8 @@ def check_job(config: RunConfig, world_size: int | None) -> Job:
             f"loss.float8 is true; the head is {drafter.vocab_size} x {drafter.hidden_size}, and float8 products take"
             f" multiples of {ALIGNED}"
         )
+    if config.trainer.flash_attention:
+        check_flash_heads("trainer.flash_attention", DTYPES[config.trainer.dtype], drafter.head_dim)
     if drafter.dflash2 is None and config.loss.selector_weight != 1:
         raise UserError(
             f"loss.selector_weight is {config.loss.selector_weight}; only a drafter of drafter.kind=dflash2 has a"
