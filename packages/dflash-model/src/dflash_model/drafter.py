@@ -73,8 +73,8 @@ class DrafterAttention(nn.Module):
     def forward(self, x_BQD: Tensor, context_BSD: Tensor, rope: Rope, mask: Mask, cache: DraftCache | None) -> Tensor:
         """Attend from the slots to ``[context | slots]``, whose keys and values come from the same weights."""
         slots = slice(context_BSD.shape[1], None)
-        # Two products, one norm and rope. One product of the concatenation would be kept for backward: 126 MB a layer at
-        # 27B sizes, since the compiler does not concatenate again as it norms again.
+        # Two products, one norm and rope. Of one product the concatenation would be kept for backward, 126 MB a layer
+        # at 27B sizes: the compiler norms again, but does not concatenate again.
         k_BTF, v_BTF = (torch.cat((of(context_BSD), of(x_BQD)), dim=1) for of in (self.k_proj, self.v_proj))
         k_BMTH = rotate(self.k_norm(self._heads(k_BTF)).transpose(1, 2), rope)
         v_BMTH = self._heads(v_BTF).transpose(1, 2)
