@@ -229,7 +229,7 @@ def replay_stored(bench: Bench) -> dict[str, Any]:
             continue
         texts.append(bench.replay(encoded.input_ids, encoded.loss_mask))
         domains.append(domain_of(row))
-        names.add(row.row.get("generated_by"))
+        names.add(str(row.row.get("generated_by")))
     if refused:
         print(f"{refused.total()} rows are left out ({refused.most_common(3)})", file=sys.stderr)
     if not texts:

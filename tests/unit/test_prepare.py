@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from dflash_data import prepare as preparation
 from dflash_data.dataset import Documents, open_prepared
@@ -262,7 +264,12 @@ def test_weights_and_caps(tmp_path: Path) -> None:
     assert ledger.dropped == {"left out by data.weights": 320 - sum(ledger.rows.values())}
 
 
-def test_too_many_bad_rows_are_an_error_with_the_commonest_reasons(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_too_many_bad_rows_are_an_error_with_the_commonest_reasons(
+    tmp_path: Path, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no progress bar counts them."""
+    monkeypatch.setattr(preparation, "tqdm", partial(tqdm, disable=silent))
     source = write(tmp_path / "a.jsonl", [chat("Fine."), b"bad", {"messages": []}, b"bad", chat("Good.")])
     assert run([source], tmp_path / "out", max_bad_rows=3)[0].dropped.total() == 3
     message = r"data\.max_bad_rows is 2; 3 of the first 5 rows were dropped \(not a JSON row: 2, no messages: 1\)"

@@ -30,7 +30,7 @@ from dflash_model.errors import UserError
 
 HELDOUT = "heldout.jsonl"  # the held-out conversations as they came: prompts for tools/evaluate.py
 DROPPED = "dropped.jsonl"
-FORMAT = 8
+FORMAT = 9
 CHUNK_ROWS, CHUNK_BYTES = 1000, 8 << 20
 
 
@@ -241,14 +241,15 @@ def _chunks(sources: list[Source]) -> Iterator[Chunk]:
 def _encode_all(sources: list[Source], encode: ChunkEncoder, max_bad_rows: int | None, workers: int) -> list[Part]:
     """Encode every chunk that is not done, in order; shows rows and tokens a second."""
     parts: list[Part] = []
-    tokens, dropped = 0, Counter[str]()
+    rows, tokens, dropped = 0, 0, Counter[str]()
     with tqdm(unit="row", desc="tokenizing") as bar:
         for part in _results(encode, _chunks(sources), workers):
             parts.append(part)
+            rows += part.rows_in
             tokens, dropped = tokens + sum(part.tokens.values()), dropped + part.dropped
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-3) / 1e3:.0f} ktok/s", refresh=False)
             bar.update(part.rows_in)
-            _check_bad_rows(Ledger(rows_in=int(bar.n), dropped=dropped), max_bad_rows)
+            _check_bad_rows(Ledger(rows_in=rows, dropped=dropped), max_bad_rows)
     return parts
 
 
