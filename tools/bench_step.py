@@ -1,6 +1,7 @@
 """Time the drafter's training step on random weights: one process, FSDP2 over one rank."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from dflash_train.job import DTYPES, dtype_of
 from dflash_train.parallelize import begin_micro_step, fill_sharded, parallelize_drafter, use_flash_attention
 from dflash_train.step import DraftStep, Tally
 from dflash_train.titan import LRSchedulersContainer, OptimizersContainer, apply_gradients, build_optimizer
+from dflash_train.watch import CompileWatch
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936, "num_target_layers": 36},
@@ -76,6 +78,8 @@ def check_sizes(sizes: StepSizes) -> None:
     for name in ("packs", "anchors", "seq_len", "repeats"):
         if getattr(sizes, name) < 1:
             raise UserError(f"{name} is {getattr(sizes, name)}; it must be at least 1")
+    if sizes.warmup < 0:
+        raise UserError(f"warmup is {sizes.warmup}; it must be 0 or more")
     dtype_of("dtype", sizes.dtype)
     drafter_config(sizes)
 
@@ -263,12 +267,18 @@ def measure_step(bench: StepBench, device: torch.device) -> dict[str, Any]:
     """Build, run, measure."""
     training = build_training(bench, device)
     drafter, tally = training.drafter, training.tally
-    times = timed(training.step, device, warmup=bench.warmup, repeats=bench.repeats)
+    watch = CompileWatch(lambda alarm: print(alarm, file=sys.stderr))
+    for _ in range(bench.warmup):
+        training.step()
+    watch.take()
+    times = timed(training.step, device, warmup=0, repeats=bench.repeats)
+    recompiles = watch.take().count
+    watch.close()
     figures = step_figures(bench, drafter, drafter.config, device, times)
     write_profile(bench.profile, training.step)
     return {
         "dflash2": bench.dflash2, "float8": bench.float8, "flash": bench.flash, **figures,
-        "loss": float(tally.sums[0] / tally.sums[1]),
+        "recompiles": recompiles, "loss": float(tally.sums[0] / tally.sums[1]),
     }  # fmt: skip
 
 
