@@ -6,20 +6,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from dflash_data.packs import STATS
 from dflash_model import UserError
 from dflash_train.acceptance import Rounds
-from dflash_train.mesh import Split
-from dflash_train.metrics import RunLog
-from dflash_train.verdict import DRAFTER, Accounts
 from plot import curve, draw, main, read_run, smooth
-
-
-def open_log(folder: Path, step: int, *, evaluated: bool = True) -> RunLog:
-    return RunLog(
-        folder, start_step=step, evaluated=evaluated, num_steps=9, epoch_steps=9.0, flops_per_pack=1.0, peak=None,
-        expected_tokens_s=None, description="",
-    )  # fmt: skip
+from support.runlog import log_step, open_log
 
 
 def texts(*tokens: int) -> list[Rounds]:
@@ -29,16 +19,6 @@ def texts(*tokens: int) -> list[Rounds]:
         committed = np.full(10, count // 10) + (np.arange(10) < count % 10)
         found.append(Rounds(np.arange(10), committed - 1, committed, np.zeros(10, dtype=bool)))
     return found
-
-
-def log_step(log: RunLog, step: int, loss: float, packs: list[list[int]], tokens_a_pack: float) -> None:
-    """A status line whose interval had these packs; four were received by the process that writes it."""
-    targets, drafters = np.zeros((1, 1 + len(STATS))), np.zeros((1, len(DRAFTER)))
-    targets[0, 0], targets[0, 1 + STATS.index("document_tokens")] = 4, 4 * tokens_a_pack
-    drafters[0, DRAFTER.index("compute")], drafters[0, DRAFTER.index("packs")] = 2.0, 4
-    drafters[0, DRAFTER.index("tokens")] = tokens_a_pack * sum(last - first + 1 for first, last in packs)
-    values = {"loss": loss, "acc": 0.5, "streak": step / 10, "lr": 0.1}
-    log.step(step, values, Accounts(Split(1, 1, False), 2, targets, drafters), parts={}, memory_gib=0.0, packs=packs)
 
 
 @pytest.fixture

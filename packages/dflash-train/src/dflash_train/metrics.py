@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ logger = logging.getLogger("dflash")
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 STABLE = 5  # log intervals after which the rates say something
+ETA_LINES = 200  # log intervals that the eta goes by: long enough for evaluations, and a stall is forgotten
 STARTS, SUPERSEDED = "starts.jsonl", "superseded.jsonl"
 LAYOUT = {
     "Train": {name: ["Multiline", [f"Train/{name}$"]] for name in ("loss", "acc", "streak", "lr", "grad_norm")},
@@ -143,7 +145,7 @@ class RunLog:
         self.board.add_custom_scalars(LAYOUT)
         self.began = time.monotonic()
         self.tau, self.tau_step = self._last_tau()
-        self.eta_from: tuple[int, float] | None = None
+        self.recent: deque[tuple[int, float]] = deque(maxlen=ETA_LINES)  # steps and when their lines were written
         self.speed, self.told, self.verdicts = SpeedWatch(expected_tokens_s), "", 0
         self.unwritable: set[str] = set()
         self.last_step = start_step
@@ -170,7 +172,7 @@ class RunLog:
         self.last_step = step
         mfu = accounts.packs_s * self.flops_per_pack / self.peak if self.peak else None
         verdict, rates = judge(accounts), accounts.rates()
-        if self.eta_from is None and verdict.name != COMPILING:
+        if not self.recent and verdict.name != COMPILING:
             verdict = STARTING
         record: dict[str, Any] = {"step": step, "time": time.time(), **values, "tau": self.tau, **rates}
         record |= {"q_pre": accounts.q_pre(), "q_hs": accounts.drafter("q_hs").tolist(), "bound": verdict.name}
@@ -230,9 +232,8 @@ class RunLog:
 
     def _line(self, step: int, values: dict[str, float], accounts: Accounts, verdict: Verdict, use: str) -> str:
         now = time.monotonic()
-        if self.eta_from is None:
-            self.eta_from = (step, now)  # the first interval is warm-up
-        done, since = step - self.eta_from[0], now - self.eta_from[1]
+        self.recent.append((step, now))  # from the end of the first interval on, which is warm-up
+        done, since = step - self.recent[0][0], now - self.recent[0][1]
         eta = short_time(since / done * (self.num_steps - step)) if done else "?"
         tau = f" tau {self.tau:.2f}@{self.tau_step}" if self.tau is not None else ""
         noise = f" noise {values['context_noise']:.2g}" if "context_noise" in values else ""
