@@ -22,4 +22,4 @@ def test_the_eta_forgets_a_stall(
         log_step(log, step, 1.0, [[step, step]], 100.0)
         etas[step] = next(text for text in reversed(caplog.messages) if " eta " in text).split(" eta ")[1]
     log.close()
-    assert [etas[step] for step in (1, 2, 204, 205, 403, 404)] == ["?", "16m38s", "13m16s", "12h12m", "9h9m", "9m56s"]
+    assert [etas[step] for step in (1, 2, 204, 205, 403, 404)] == ["?", "16m38s", "13m16s", "12h12m", "9h09m", "9m56s"]
