@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = {}
     if config.getoption("--agreement") and config.getoption("dist", "no") != "no":
-        raise pytest.UsageError("--agreement is written by one process: leave --numprocesses and --tx out")
+        raise pytest.UsageError("--agreement is written by one process: leave --numprocesses, --dist and -d out")
 
 
 @pytest.fixture

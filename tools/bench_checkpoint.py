@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bench_step import StepBench, Training, bench_device, build_training, check_sizes, timed
+from bench_step import StepBench, Training, bench_device, build_training, check_step, timed
 from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.cli import parse
 from dflash_train.config import key
@@ -33,7 +33,7 @@ def waited_step(training: Training, device: torch.device) -> float:
 def bench_checkpoint(argv: list[str]) -> dict[str, Any]:
     """Build, train, save, measure."""
     bench = parse(CheckpointBench, argv, __doc__ or "")
-    check_sizes(bench)
+    check_step(bench)
     device = bench_device()
     training = build_training(bench, device)
     timed(training.step, device, warmup=bench.warmup, repeats=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench_step import StepBench, bench_device, check_sizes, measure_step
+from bench_step import StepBench, bench_device, check_step, measure_step
 from dflash_model import UserError
 from dflash_train.cli import parse
 from dflash_train.config import key
@@ -16,7 +16,7 @@ VARIED = [
     "anchors=128", "anchors=256", "anchors=1024", "seq_len=2048", "seq_len=8192", "block_size=8", "num_layers=3",
     "num_layers=8", "num_sliding_layers=4", "packs=4", "float8=true", "dflash2=true",
 ]  # fmt: skip
-TOLD = ("median_ms", "min_ms", "max_ms", "ms_a_pack", "ktok_s", "counted_tflop", "peak_gib")
+TOLD = ("median_ms", "min_ms", "max_ms", "ms_a_pack", "ktok_s", "counted_tflop", "compilations", "peak_gib")
 OWN = ("config", "vary", "profile")
 
 
@@ -38,7 +38,7 @@ def bench_costs(argv: list[str]) -> dict[str, Any]:
     settings = [("as given", given), *((change, parse(CostsBench, [*argv, change], "")) for change in given.vary)]
     for name, bench in settings:
         try:
-            check_sizes(bench)
+            check_step(bench)
         except UserError as error:
             raise UserError(f"{error} (vary: {name})") from error
     device, rows = bench_device(), []

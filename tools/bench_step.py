@@ -20,6 +20,7 @@ from dflash_data.float8 import Float8Head
 from dflash_data.packs import HiddenPack, make_blocks
 from dflash_data.schedule import Stream, WorkItem
 from dflash_model import DFlash2Config, Drafter, DrafterConfig, UserError
+from dflash_model.attention import check_flash, check_flash_heads
 from dflash_model.blocks import default_gamma, sample_anchors
 from dflash_model.config import FULL, SLIDING
 from dflash_train.cli import parse
@@ -82,6 +83,18 @@ def check_sizes(sizes: StepSizes) -> None:
         raise UserError(f"warmup is {sizes.warmup}; it must be 0 or more")
     dtype_of("dtype", sizes.dtype)
     drafter_config(sizes)
+
+
+def check_step(bench: StepBench) -> None:
+    """Refuse what this project's step cannot have, before anything is measured.
+
+    Raises:
+        UserError: as ``check_sizes``; or flash-attn-4 cannot be had.
+    """
+    check_sizes(bench)
+    if bench.flash:
+        check_flash("flash", _device())
+        check_flash_heads("flash", DTYPES[bench.dtype], drafter_config(bench).head_dim)
 
 
 def drafter_config(sizes: StepSizes, dflash2: DFlash2Config | None = None) -> DrafterConfig:
@@ -200,11 +213,15 @@ class Training:
 
 def bench_device() -> torch.device:
     """The GPU if there is one, with a process group of one rank."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def build_training(bench: StepBench, device: torch.device) -> Training:
@@ -213,7 +230,7 @@ def build_training(bench: StepBench, device: torch.device) -> Training:
     with torch.device("meta"):
         drafter = Drafter(config)
     if bench.flash:
-        use_flash_attention("flash", drafter, device, DTYPES[bench.dtype])
+        use_flash_attention(drafter)
     parallelize_drafter(
         drafter, DeviceMesh(device.type, [0]), dtype=DTYPES[bench.dtype], compile_layers=bench.compile,
         activation_budget=bench.activation_budget,
@@ -255,6 +272,7 @@ def step_figures(
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "num_layers": bench.num_layers, "sliding_layers": bench.num_sliding_layers, "seq_len": bench.seq_len,
         "anchors": bench.anchors, "block_size": bench.block_size, "packs": bench.packs,
+        "repeats": bench.repeats,
         "median_ms": median * 1e3, "min_ms": min(times) * 1e3, "max_ms": max(times) * 1e3,
         "ms_a_pack": median / bench.packs * 1e3, "ktok_s": bench.packs * bench.seq_len / median / 1e3,
         "counted_tflop": flops / 1e12, "achieved_tflop_s": flops / median / 1e12,
@@ -268,22 +286,24 @@ def measure_step(bench: StepBench, device: torch.device) -> dict[str, Any]:
     training = build_training(bench, device)
     drafter, tally = training.drafter, training.tally
     watch = CompileWatch(lambda alarm: print(alarm, file=sys.stderr))
-    for _ in range(bench.warmup):
-        training.step()
-    watch.take()
-    times = timed(training.step, device, warmup=0, repeats=bench.repeats)
-    recompiles = watch.take().count
-    watch.close()
+    try:
+        for _ in range(bench.warmup):
+            training.step()
+        watch.take()
+        times = timed(training.step, device, warmup=0, repeats=bench.repeats)
+        compilations = watch.take().count
+    finally:
+        watch.close()
     figures = step_figures(bench, drafter, drafter.config, device, times)
     write_profile(bench.profile, training.step)
     return {
         "dflash2": bench.dflash2, "float8": bench.float8, "flash": bench.flash, **figures,
-        "recompiles": recompiles, "loss": float(tally.sums[0] / tally.sums[1]),
+        "compilations": compilations, "loss": float(tally.sums[0] / tally.sums[1]),
     }  # fmt: skip
 
 
 def bench_step(argv: list[str]) -> dict[str, Any]:
     """One measurement."""
     bench = parse(StepBench, argv, __doc__ or "")
-    check_sizes(bench)
+    check_step(bench)
     return {"bench": "step", **measure_step(bench, bench_device())}

@@ -245,7 +245,11 @@ def bench(*arguments: str, command: list[str]) -> dict[str, Any]:
         (["drafter.num_sliding_layers=0"], "drafter.sliding_window is 64; without drafter.num_sliding_layers"),
         (["trainer.activation_budget=1.5"], "trainer.activation_budget is 1.5; it takes 0 to 1"),
         (["trainer.activation_budget=0"], "trainer.activation_budget is 0.0 and trainer.compile false"),
-        (["trainer.flash_attention=true"], "flash-attn-4 takes bfloat16 and heads of 128 here, not float32 and 32"),
+        (
+            ["trainer.flash_attention=true", "mesh.device=auto"],
+            "flash-attn-4 takes bfloat16 and heads of 128 here, not float32 and 32",
+        ),
+        (["trainer.flash_attention=true", "mesh.device=cpu"], "flash-attn-4 takes Hopper GPUs, and the device is cpu"),
         (["optimizer.lr=inf"], "optimizer.lr is inf; it must be positive"),
         (["checkpoint.interval=0", "checkpoint.milestone_interval=5"], "milestones are checkpoints"),
         (["data.synthetic_length=0"], "data.synthetic_length is 0; it must be at least 1"),

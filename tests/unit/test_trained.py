@@ -26,12 +26,12 @@ HALF = 30  # steps after which some proposals are right and some are not
 
 @each_layout
 def test_a_drafter_that_knows_the_text_is_accepted(layers: tuple[str, ...], dflash2: DFlash2Config | None) -> None:
-    """Training accuracy above 0.97 must show as long runs; a shift by one would leave 1.0."""
-    target, drafter, accuracy = overfitted("qwen3", layers, 100, dflash2)
+    """Training accuracy above 0.97 must show as nearly whole blocks; a shift by one would leave 1.0."""
+    target, drafter, accuracy = overfitted("qwen3", layers, 120, dflash2)
     assert accuracy > 0.97
     drafts = [generate(drafter, target, prompt, max_new_tokens=TEXT) for prompt in PROMPTS]
     tokens, rounds = sum(sum(out.committed) for out in drafts), sum(len(out.committed) for out in drafts)
-    assert tokens / rounds >= 0.6 * drafter.config.block_size
+    assert tokens / rounds >= 0.8 * drafter.config.block_size
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

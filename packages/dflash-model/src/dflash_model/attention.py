@@ -13,8 +13,10 @@ from dflash_model.errors import UserError
 
 Mask = BlockMask | Tensor | None
 
+# flash-attn-4 wants BlockMasks in the tiles of its own kernels. On compute capability 9 these are 128 x 128 for heads
+# of 128, as in mask.py; for other heads and on later GPUs they are not.
 FLASH_HEAD, HOPPER = 128, 9
-# Seen working with torch 2.11; later versions have other signatures.
+# The versions that ran; later ones of flash-attn-4 and of the DSL changed names that torch 2.11 calls.
 FLASH_INSTALL = "pip install flash-attn-4==4.0.0b5 quack-kernels==0.3.3 'nvidia-cutlass-dsl[cu13]==4.4.2'"
 
 # Uncompiled flex_attention materialises the scores. Inside a compiled layer this inner compile is simply inlined;
@@ -46,8 +48,6 @@ def attend(q_BNQH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, mask: Mask, *, flash:
 def check_flash_heads(key: str, dtype: torch.dtype, head_dim: int) -> None:
     """Refuse queries, keys and values that flash-attn-4 does not take under a BlockMask on a Hopper GPU.
 
-    Its tiles there are flex_attention's, 128 x 128, only for heads of 128.
-
     Args:
         key: the setting that asks for it.
         dtype: their type.
@@ -64,20 +64,26 @@ def check_flash_heads(key: str, dtype: torch.dtype, head_dim: int) -> None:
 
 
 def check_flash(key: str, device: torch.device) -> None:
-    """Refuse a device that flash-attn-4 was not tried on, and its absence.
+    """Refuse a device whose kernels were never tried, and the absence of flash-attn-4.
 
     Args:
         key: the setting that asks for it.
         device: where attention runs.
 
     Raises:
-        UserError: not a Hopper GPU, or the package is not installed.
+        UserError: not a Hopper GPU, or the package cannot be found.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        raise UserError(f"{key} is true; flash-attn-4 is tried on Hopper GPUs (H100, H200) alone, this is: {name}")
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        raise UserError(f"{key} is true and flash_attn.cute is not installed: {FLASH_INSTALL}")
+    if device.type != "cuda":
+        raise UserError(f"{key} is true; flash-attn-4 takes Hopper GPUs, and the device is {device.type}")
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"{key} is true; flash-attn-4 takes Hopper GPUs here (tried on an H200), and this is {name}")
+    try:
+        found = importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # there is no flash_attn, or one of another version that is broken
+        found = False
+    if not found:
+        raise UserError(f"{key} is true and flash_attn.cute cannot be imported; with torch 2.11: {FLASH_INSTALL}")
 
 
 class WithoutCudnn(ContextDecorator):

@@ -22,7 +22,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Visible(NamedTuple):
-    """The keys that each query sees, ``[low, high)`` of the context and ``[begin, end)`` of the slots, int32.
+    """The keys that each query sees, ``[low, high)`` of the context and ``[begin, end)`` of the slots.
 
     Ranges rather than the rule itself: in a tile that is visible in part, flex_attention then compares four numbers of
     a query with each key, and divides by nothing.
@@ -30,8 +30,8 @@ class Visible(NamedTuple):
     Attributes:
         low_BQ: first context token; where a query sees none, it is not below ``high_BQ``.
         high_BQ: end of the context.
-        begin_Q: first slot, counted from the first context token.
-        end_Q: end of the slots.
+        begin_Q: its block's first slot, as a key: S and more.
+        end_Q: end of the slots it sees.
     """
 
     low_BQ: Tensor
@@ -57,7 +57,7 @@ def visible_keys(
 
     Args:
         first_BA: first visible context token of each block.
-        anchor_BA: the block's anchor; context is visible strictly before it.
+        anchor_BA: the block's anchor, at most S; context is visible strictly before it.
         context_len: S.
         block_size: K.
         window: visible tokens back from each query, itself included; None for all.
@@ -70,7 +70,7 @@ def visible_keys(
         low_BQ = torch.maximum(low_BQ, high_BQ + slot_Q - window + 1)
     begin_Q = context_len + query_Q - slot_Q
     end_Q = begin_Q + (slot_Q + 1 if causal else block_size)
-    return Visible(*(x.to(torch.int32) for x in (low_BQ, high_BQ, begin_Q, end_Q)))
+    return Visible(low_BQ, high_BQ, begin_Q, end_Q)
 
 
 def dense_mask(
@@ -102,7 +102,8 @@ def sparse_mask(
             f"flex_attention tiles are {TILE} wide: context length ({context_len}) and anchors x block size"
             f" ({num_blocks} x {block_size}) must be multiples of {TILE}"
         )
-    visible = visible_keys(first_BA, anchor_BA, context_len, block_size, window=window, causal=causal)
+    ranges = visible_keys(first_BA, anchor_BA, context_len, block_size, window=window, causal=causal)
+    visible = Visible(*(part.to(torch.int32) for part in ranges))  # half of what the kernels read
     q_tiles, context_tiles = num_queries // TILE, context_len // TILE
     # The extremes over a tile's queries decide about each tile of keys.
     empty_BQ = visible.high_BQ <= visible.low_BQ

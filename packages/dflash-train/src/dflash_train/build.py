@@ -13,17 +13,13 @@ from dflash_train.step import DraftStep, Objective
 
 
 def build_drafter(job: Job, meshes: Meshes) -> Drafter:
-    """The sharded drafter with start values: meta, compile, shard, allocate, fill.
-
-    Raises:
-        UserError: ``trainer.flash_attention`` where its kernels cannot run.
-    """
+    """The sharded drafter with start values: meta, compile, shard, allocate, fill."""
     assert meshes.drafter is not None
     with torch.device("meta"):
         drafter = Drafter(job.drafter)
     section = job.config.trainer
     if section.flash_attention:
-        use_flash_attention("trainer.flash_attention", drafter, meshes.device, DTYPES[section.dtype])
+        use_flash_attention(drafter)
     parallelize_drafter(
         drafter, meshes.drafter, dtype=DTYPES[section.dtype], compile_layers=section.compile,
         activation_budget=section.activation_budget,

@@ -14,7 +14,7 @@ from dflash_data.packs import Collator, PackLayout
 from dflash_data.schedule import Schedule
 from dflash_data.target import TargetModel, find_target
 from dflash_model import DrafterConfig, UserError
-from dflash_model.attention import check_flash_heads
+from dflash_model.attention import check_flash, check_flash_heads
 from dflash_model.blocks import anchor_candidates, default_gamma
 from dflash_model.layout import to_published
 from dflash_model.mask import TILE
@@ -293,6 +293,8 @@ def _check_choices(config: RunConfig) -> None:
         raise UserError(
             f"trainer.activation_budget is {budget} and trainer.compile false; only compiled layers compute again"
         )
+    if config.trainer.flash_attention and config.mesh.device == "cpu":
+        check_flash("trainer.flash_attention", torch.device("cpu"))
     if config.mesh.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"mesh.device is {config.mesh.device!r}; it takes auto, cpu or cuda")
 

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dflash_data.weights import own_rows
 from dflash_model import Drafter
-from dflash_model.attention import check_flash, check_flash_heads
 from dflash_model.drafter import DrafterLayer
 
 
@@ -41,20 +40,8 @@ def parallelize_drafter(
     fully_shard(drafter, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def use_flash_attention(key: str, drafter: Drafter, device: torch.device, dtype: torch.dtype) -> None:
-    """Let every layer attend by flash-attn-4, before it is compiled.
-
-    Args:
-        key: the setting that asks for it.
-        drafter: on meta.
-        device: where it will run.
-        dtype: of compute.
-
-    Raises:
-        UserError: the kernels cannot run there.
-    """
-    check_flash_heads(key, dtype, drafter.config.head_dim)
-    check_flash(key, device)
+def use_flash_attention(drafter: Drafter) -> None:
+    """Let every layer attend by flash-attn-4, before it is compiled; ``check_flash`` says where that can be."""
     for layer in drafter.layers:
         assert isinstance(layer, DrafterLayer)
         layer.self_attn.flash = True

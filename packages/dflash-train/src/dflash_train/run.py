@@ -22,6 +22,7 @@ from dflash_data.schedule import Schedule
 from dflash_data.synthetic import write_synthetic
 from dflash_data.target import ShardedTarget
 from dflash_model import UserError
+from dflash_model.attention import check_flash
 from dflash_train.channel import ChannelError, LocalChannel, Receiver, ReceivingChannel, SendingChannel, Timeouts
 from dflash_train.checkpoint import Checkpointer, Position
 from dflash_train.describe import describe, facts_for_card, origin
@@ -42,9 +43,15 @@ def pick_device(job: Job) -> torch.device:
     """This rank's device; ranks beyond the number of GPUs share them in turn.
 
     Raises:
-        UserError: cuda is asked for and absent.
+        UserError: cuda is asked for and absent, or flash-attn-4 and cannot be had.
     """
-    wanted = job.config.mesh.device
+    device = _device(job.config.mesh.device)
+    if job.config.trainer.flash_attention:  # on target ranks too: nothing is begun if one of the others cannot
+        check_flash("trainer.flash_attention", device)
+    return device
+
+
+def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("mesh.device is cuda; torch sees no GPU here")
     if wanted == "cpu" or not torch.cuda.is_available():
