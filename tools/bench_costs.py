@@ -43,6 +43,7 @@ def bench_costs(argv: list[str]) -> dict[str, Any]:
             raise UserError(f"{error} (vary: {name})") from error
     device, rows = bench_device(), []
     for name, bench in settings:
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
         rows.append({"setting": name, **_measured(bench, device)})
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), file=sys.stderr, flush=True)
     return {

@@ -287,6 +287,7 @@ def measure_step(bench: StepBench, device: torch.device) -> dict[str, Any]:
     drafter, tally = training.drafter, training.tally
     watch = CompileWatch(lambda alarm: print(alarm, file=sys.stderr))
     try:
+        print(f"{bench.warmup} steps to warm up, {bench.repeats} counted", file=sys.stderr, flush=True)
         for _ in range(bench.warmup):
             training.step()
         watch.take()

@@ -185,7 +185,7 @@ def _work(job: Job) -> list[str]:
         hours = config.trainer.steps * packs * seq_len / config.trainer.expected_ktok_s / 1e3 / 3600
         lines.append(
             f"time         {hours:.1f} hours, {hours * job.split.world_size:.1f} GPU-hours at"
-            f" {config.trainer.expected_ktok_s:g} ktok/s"
+            f" {config.trainer.expected_ktok_s:g} ktok/s, for {config.trainer.steps} steps"
         )
     else:
         lines.append("time         unknown: set trainer.expected_ktok_s")
