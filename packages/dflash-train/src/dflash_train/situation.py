@@ -12,6 +12,8 @@ import torch.distributed as dist
 from dflash_data.schedule import Stream, WorkItem
 from dflash_train.mesh import Split
 
+SETTLE_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -79,10 +81,17 @@ class Situation:
         conditions = [(peer, peer.condition()) for peer in self.peers]
         return [f"{peer.role} {peer.rank} (pid {peer.pid}) is {state}" for peer, state in conditions if state]
 
-    def last_words(self, problem: str) -> None:
-        """Print one line to stderr and to the run's log: who is missing, who says so, doing what, the last pack."""
+    def last_words(self, problem: str, *, settle_seconds: float = SETTLE_SECONDS) -> None:
+        """Print one line to stderr and to the run's log: who is missing, who says so, doing what, the last pack.
+
+        A killed process closes its connections before it is seen to be gone, so where all are there it looks again, for
+        so many seconds.
+        """
+        deadline = time.monotonic() + settle_seconds
+        while not (missing := self.missing()) and time.monotonic() < deadline:
+            time.sleep(0.02)
         last = f" (last {self.item.stream.name.lower()} pack {self.item.number})" if self.item else ""
-        self.say("error: " + "; ".join([*self.missing(), f"{self.role} {self.rank}, {self.doing}{last}: {problem}"]))
+        self.say("error: " + "; ".join([*missing, f"{self.role} {self.rank}, {self.doing}{last}: {problem}"]))
 
     def say(self, line: str) -> None:
         """Print a line to stderr and to the run's log, on any rank."""

@@ -146,7 +146,9 @@ class Stop:
             except TimeoutError:
                 continue
             if passed > ECHO_SECONDS:
-                situation.last_words(f"{signal.Signals(again).name} again: leaving at once, nothing more is saved")
+                situation.last_words(
+                    f"{signal.Signals(again).name} again: leaving at once, nothing more is saved", settle_seconds=0.0
+                )
                 os._exit(128 + again)
 
 
