@@ -16,7 +16,7 @@ Mask = BlockMask | Tensor | None
 # flash-attn-4 wants BlockMasks in the tiles of its own kernels. On compute capability 9 these are 128 x 128 for heads
 # of 128, as in mask.py; for other heads and on later GPUs they are not.
 FLASH_HEAD, HOPPER = 128, 9
-# The versions that ran; later ones of flash-attn-4 and of the DSL changed names that torch 2.11 calls.
+# The versions that ran; others were not tried.
 FLASH_INSTALL = "pip install flash-attn-4==4.0.0b5 quack-kernels==0.3.3 'nvidia-cutlass-dsl[cu13]==4.4.2'"
 
 # Uncompiled flex_attention materialises the scores. Inside a compiled layer this inner compile is simply inlined;
